@@ -25,6 +25,7 @@ from jaxinfer.quantization.activations import rounded_product
 from jaxinfer.quantization.packed_blocks import UnpackedBlocks
 from jaxinfer.quantization.quantized_array import SplitPlanes
 from jaxinfer.validation import require_bool, require_real
+from kernels_pallas.device import device_at_hand
 from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
 from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul
@@ -64,13 +65,13 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
     if tokens is not None and (specs := _input_specs(w, x.shape[1], tokens.summing, input_units)) is not None:
         return _product_over_mesh(x, w, tokens, *specs)
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
+    is_split = tokens is not None and tokens.is_split
     if isinstance(w, QuantizedArray):
-        y = _quantized_product(x, w, num_rows)
+        y = _quantized_product(x, w, num_rows, is_split=is_split)
     elif isinstance(w, PackedBlocks):
         rows = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), w)
         y = rows_by_packed(x, rows, PackedBlocks.unpacked, UnpackedBlocks.widened, num_rows)
     else:
-        is_split = tokens is not None and tokens.is_split
         y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows, is_split=is_split)
     return y.reshape(x.shape[0], *outputs)
 
@@ -114,8 +115,12 @@ def _product_over_mesh(
     return split(x, w, tokens.count)
 
 
-def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None) -> jax.Array:
-    """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
+def _quantized_product(
+    x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, *, is_split: bool = False
+) -> jax.Array:
+    """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels; `is_split` as in `StepTokens`."""
+    # In a shard_map each device has an array of its own, which XLA does not split.
+    is_split = is_split and not jax.sharding.get_abstract_mesh().manual_axes
     if w.order is not None:
         x = x[:, layer_of(w.order, w.layer).reshape(-1)]
     is_whole = w.multiplier is None and w.activations is None and w.bits is None
@@ -140,8 +145,8 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
             input_range = None if w.input_range is None else w.input_range.reshape(1, -1)
             return rounded_product(x, values, scales, zeros, w.activations, input_range)
         if w.bits is not None:
-            return _by_planes(x, QuantizedArray(values, scales, zeros, bits=w.bits), num_rows)
-        return _by_own_integers(x, values, scales, zeros, num_rows)
+            return _by_planes(x, QuantizedArray(values, scales, zeros, bits=w.bits), num_rows, is_split=is_split)
+        return _by_own_integers(x, values, scales, zeros, num_rows, is_split=is_split)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
     # integers are not for the kernel, so XLA splits their product over a mesh.
     sharding = w.sharding if w.values.shape[-1] == x.shape[1] else None
@@ -152,12 +157,18 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
         w.layer,
         num_rows,
         tpu=lambda x, parts, layer, _: multiply(x, *parts, layer=layer).astype(jnp.float32),
-        default=lambda x, parts, layer, n: _by_own_integers(x, *layer_of(parts, layer), num_rows=n),
+        default=lambda x, parts, layer, n: _by_own_integers(x, *layer_of(parts, layer), num_rows=n, is_split=is_split),
     )
 
 
 def _by_own_integers(
-    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array | None
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    num_rows: jax.Array | None,
+    *,
+    is_split: bool,
 ) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales, zeros [F, groups]."""
     is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
@@ -171,26 +182,37 @@ def _by_own_integers(
         zeros,
         num_rows,
         cpu=rows_by_integers,
-        default=lambda x, v, s, z, _: quantized_matmul(x, v, s, z).astype(jnp.float32),
+        default=lambda x, v, s, z, _: _on_accelerator(x, v, s, z, is_split=is_split),
     )
 
 
-def _by_planes(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None) -> jax.Array:
+def _on_accelerator(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, *, is_split: bool
+) -> jax.Array:
+    """Returns x wᵀ f32[T, F] by a kernel, or by plain JAX if XLA splits the weights over GPUs.
+
+    A kernel's operands it would gather whole on every device, in each step.
+    """
+    implementation = "reference" if is_split and device_at_hand().platform == "gpu" else None
+    return quantized_matmul(x, values, scales, zeros, implementation=implementation).astype(jnp.float32)
+
+
+def _by_planes(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, *, is_split: bool) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F channels whose integers lie in planes."""
 
-    def by_kernel(x: jax.Array, w: QuantizedArray) -> jax.Array:
+    def unpacked_product(x: jax.Array, w: QuantizedArray) -> jax.Array:
         bits, own = w.bits, w.unpacked()
         assert bits is not None
         D, groups = own.values.shape[1], own.scales.shape[1]
-        values = pack_int4(own.values, D // groups) if bits < 4 else own.values
-        return quantized_matmul(x, values, own.scales, own.zeros).astype(jnp.float32)
+        values = pack_int4(own.values, D // groups) if bits < 4 and not is_split else own.values
+        return _on_accelerator(x, values, own.scales, own.zeros, is_split=is_split)
 
     return jax.lax.platform_dependent(
         x,
         w,
         num_rows,
         cpu=lambda x, w, n: rows_by_packed(x, w, QuantizedArray.split, SplitPlanes.widened, n),
-        default=lambda x, w, _: by_kernel(x, w),
+        default=lambda x, w, _: unpacked_product(x, w),
     )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import (
@@ -19,7 +20,9 @@ from jaxinfer.model.components.layers import (
     rms_norm,
     swiglu,
 )
+from jaxinfer.quantization.quantized_array import quantize
 from kernels_pallas.row_sum import row_sum
+from tests.checkpoint.test_format_table import kernels_of
 
 jit_linear = jax.jit(linear)
 jit_product = jax.jit(product)
@@ -113,3 +116,17 @@ def test_swiglu_gates_with_x_times_sigmoid():
     expected = gate / (1 + np.exp(-gate.astype(float))) * up
 
     assert_close(swiglu(jnp.asarray(gate), jnp.asarray(up)), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gpus_split_a_packed_weight_without_a_kernel_that_takes_it_whole(bits):
+    w = quantize(jnp.asarray(normal(128, 128)), group_size=32, bits=bits)
+    mesh = AbstractMesh((2,), ("model",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+
+    def kernels(*, is_split):
+        tokens = StepTokens(jnp.int32(8), is_split=is_split)
+        return {*kernels_of(jax.make_jaxpr(product)(jnp.ones((8, 128), jnp.bfloat16), w, tokens).jaxpr)}
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert kernels(is_split=False) == {"quantized_matmul"}
+        assert kernels(is_split=True) == set()
