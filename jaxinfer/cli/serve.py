@@ -105,7 +105,8 @@ def serve(arguments: argparse.Namespace) -> None:
         raise ValueError(f"the server needs {error.name}; run pip install 'jaxinfer[serve]'") from None
     # Mistakes are told before a model is loaded.
     require_int("port", arguments.port, 0, 65_535)
-    _require_free(arguments.host, arguments.port)
+    if not arguments.process_id:  # process 0 alone serves, and the others may be on its machine
+        _require_free(arguments.host, arguments.port)
     require_int("max_body_bytes", arguments.max_body_bytes, 1)
     require_int("max_file_bytes", arguments.max_file_bytes, 1)
     require_real("drain_seconds", arguments.drain_seconds, 0.0)
@@ -120,9 +121,10 @@ def serve(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--tls-certificate and --tls-key cannot be used: {error}; give files in PEM") from None
     template = read_template(arguments.chat_template)
     clients = [] if arguments.keys is None else read_clients(as_path("--keys", arguments.keys))
-    files, store = arguments.files, None
-    if files is not None:
-        store = FileStore(as_path("--files", files), max_file_bytes=arguments.max_file_bytes)
+    folder = None if arguments.files is None else as_path("--files", arguments.files)
+    store = None
+    if folder is not None and not arguments.process_id:
+        store = FileStore(folder, max_file_bytes=arguments.max_file_bytes)
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
     from jaxinfer.engine.engine import name_of
 
@@ -142,6 +144,8 @@ def serve(arguments: argparse.Namespace) -> None:
         speculation=arguments.speculation,
         show_progress=not arguments.quiet,
     )
+    if folder is not None and store is None:  # another process than the first comes here with an engine of its own
+        store = FileStore(folder, max_file_bytes=arguments.max_file_bytes)
     asyncio.run(_load(llm, named))
     server = make_server(
         llm,
