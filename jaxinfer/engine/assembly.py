@@ -25,6 +25,7 @@ from jaxinfer.checkpoint import (
     read_sampling_defaults,
     require_fitting_tensors,
 )
+from jaxinfer.checkpoint.huggingface import read_headers
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
@@ -43,7 +44,7 @@ from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_bytes
 from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.frontend.admission import Admission
-from jaxinfer.engine.frontend.page_identity import page_identity
+from jaxinfer.engine.frontend.page_identity import TEXT_FILES, page_identity
 from jaxinfer.engine.hand_over import DevicePageMover
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers, Tier
@@ -105,11 +106,31 @@ def build_engine(
             f"speculation={shown(speculation)} drafts for one replica, and EngineConfig.parallelism has"
             f" replicas={len(placements)}; leave out one of the two"
         )
-    placement, hosts = placements[0], None
-    if placement.spans_processes:
-        refuse_over_processes(config, speculation)
-        hosts = Hosts.join()
-        on_failure = hosts.also_failing(on_failure)
+    options = {"custom": custom, "speculation": speculation, "show_progress": show_progress}
+    connect = partial(_connect_parts, path, config, dtype, placements, **options)
+    if not placements[0].spans_processes:
+        return connect(on_failure=on_failure, hosts=None)
+    refuse_over_processes(config, speculation)
+    hosts = Hosts.join()
+    with hosts.failing_together():
+        hosts.agree(given_facts(path, config, dtype, custom, speculation, placements[0]))
+        return connect(on_failure=hosts.also_failing(on_failure), hosts=hosts)
+
+
+def _connect_parts(
+    path: Path,
+    config: EngineConfig,
+    dtype: str,
+    placements: Sequence[Placement],
+    *,
+    custom: Mapping[str, LogitsProcessor],
+    speculation: str | Path | Drafter | None,
+    on_failure: Callable[[BaseException], None],
+    hosts: Hosts | None,
+    show_progress: bool,
+) -> EngineParts:
+    """Returns the parts of an engine on these placements; in a process that follows another one it does not return."""
+    placement = placements[0]
     weights = {"quantization": config.quantization, "mesh": placement.mesh}
     abstract, model_config = abstract_checkpoint(path, dtype, **weights)
     model_config = model_config.for_length(config.max_model_len)
@@ -156,7 +177,7 @@ def build_engine(
     )
     runners = [Runner(own, warm_up, tiers, on_failure, hosts) for own, warm_up in zip(params, warm_ups, strict=True)]
     if hosts is not None:
-        hosts.agree(facts_of_engine(path, model_config, config, dtype, custom, planned))
+        hosts.agree({"model": repr(model_config), "EngineConfig, with the limits of the devices": repr(config)})
         if hosts.index > 0:
             runners[0].follow()
             hosts.wait_for_end()
@@ -192,20 +213,33 @@ def refuse_over_processes(config: EngineConfig, speculation: Any) -> None:
         )
 
 
-def facts_of_engine(
-    path: Path, model_config: ModelConfig, config: EngineConfig, dtype: str, custom: Iterable[str], planned: Any
+def given_facts(
+    path: Path,
+    config: EngineConfig,
+    dtype: str,
+    custom: Iterable[str],
+    speculation: str | Path | Drafter | None,
+    placement: Placement,
 ) -> dict[str, str]:
-    """Returns the properties that all processes of an engine must share, by name."""
-    files = sorted((file.name, file.stat().st_size) for file in ([path] if path.is_file() else path.iterdir()))
-    drafter = None if planned is None else type(planned.proposer.drafter).__name__
+    """Returns the given properties that all processes of an engine must share, by name."""
+    drafter = str(speculation) if isinstance(speculation, str | Path) else type(speculation).__name__
     return {
         "version of jaxinfer or JAX": f"{__version__}, {jax.__version__}",
-        "checkpoint (names and sizes of files)": repr(files),
-        "model": repr(model_config),
+        "checkpoint (names and sizes of files)": repr(_sizes_of_files(path)),
         "EngineConfig": repr(config),
         "dtype": dtype,
         "logits_processors or speculation": f"{sorted(custom)}, {drafter}",
+        "mesh": placement.identity(),
     }
+
+
+def _sizes_of_files(path: Path) -> list[tuple[str, int]]:
+    """Returns the names and bytes of the files of a checkpoint that an engine reads; a folder may have others too."""
+    files = {path}
+    if path.is_dir():
+        files = {path / "config.json", *(tensor.path for tensor in read_headers(path).values())}
+        files |= {file for name in TEXT_FILES if (file := path / name).is_file()}
+    return sorted((file.name, file.stat().st_size) for file in files)
 
 
 def load_and_compile(

@@ -62,7 +62,9 @@ class Hosts:
         self._heard: dict[int, tuple[int, float]] = {}  # by process: its last beat, and when it came
         self._lost_since: float | None = None  # when the first other process was lost
         self._has_left = threading.Event()  # set when process 0 has ended
+        self._terminates = False  # this process, which is not process 0, has received SIGTERM
         self._lock = threading.RLock()  # for the one line at the end
+        self._publishing = threading.Lock()  # no state is written after a later one
         self._num_compared = 0
         # Of launches: their number, their chained digest, and the last arrays of each executable.
         self._number, self._digest = 0, b""
@@ -74,9 +76,15 @@ class Hosts:
     def join(cls) -> Hosts:
         """Takes part in the engine of all processes, and begins to watch the others.
 
-        Raises ValueError at a second call, and RuntimeError that names a process which does not come.
+        Raises ValueError at a second call and without the service, and RuntimeError that names a process which does not
+        come.
         """
         global _joined
+        if distributed.global_state.client is None:
+            raise ValueError(
+                f"the devices are those of {jax.process_count()} processes, which jax.distributed.initialize has not"
+                " connected; call it before anything else of JAX, or take no more devices than one process has"
+            )
         if _joined is not None:
             raise ValueError(
                 "this process has had an LLM over several processes, and the others left with it; make one LLM in each"
@@ -84,6 +92,7 @@ class Hosts:
             )
         _joined = hosts = cls()
         atexit.register(hosts._leave)
+        hosts._take_signals_back()
         if hosts.index > 0:
             hosts._explain_aborts()
         hosts._publish(0)
@@ -150,6 +159,21 @@ class Hosts:
         if self._status == ALIVE:
             self._status = LOST if isinstance(error, jax.errors.JaxRuntimeError) else FAILED
             self._error = f"{type(error).__name__}: {error}"
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Lets the other processes end with an exception of the block, SystemExit apart, before this one does."""
+        try:
+            yield
+        except SystemExit:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has gone
+                self._publish(-1)
+            if self.index == 0:  # the others read the error in its store
+                self._wait_for_others(FAREWELL_SECONDS)
+            raise
 
     def also_failing(self, fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
         """Returns a function that calls both `fail`s."""
@@ -218,6 +242,8 @@ class Hosts:
                 self._publish(beat)
                 found = self._client.key_value_dir_get(f"{OUR_KEYS}/state/")
             except jax.errors.JaxRuntimeError:
+                if self._status == FAILED:
+                    self._end_with_own_failure()
                 if self._status != ENDED:
                     self._end(f"{self._name(0)} has ended or cannot be reached")
                 return
@@ -225,9 +251,10 @@ class Hosts:
             time.sleep(BEAT_SECONDS)
 
     def _publish(self, beat: int) -> None:
-        state = {"beat": beat, "number": self._number, "host": platform.node()}
-        state |= {"status": self._status, "error": self._error}
-        self._client.key_value_set(f"{OUR_KEYS}/state/{self.index}", json.dumps(state), allow_overwrite=True)
+        with self._publishing:
+            state = {"beat": beat, "number": self._number, "host": platform.node(), "terminates": self._terminates}
+            state |= {"status": self._status, "error": self._error}
+            self._client.key_value_set(f"{OUR_KEYS}/state/{self.index}", json.dumps(state), allow_overwrite=True)
 
     def _judge(self, states: dict[int, dict[str, Any]]) -> None:
         """Ends this process if another one has failed or died; process 0 also deletes what all have read."""
@@ -243,10 +270,18 @@ class Hosts:
             is_long_lost = self._lost_since is not None and now - self._lost_since > DEAD_SECONDS + 2 * BEAT_SECONDS
             if state["status"] == FAILED or (state["status"] == LOST and is_long_lost):
                 self._end(f"{self._name(index)} has failed: {state['error']}")
+            # A process that another one has ended has an error, with the other one's name.
+            if state["status"] == ENDED and self._status == ALIVE and state["error"]:
+                self._end(state["error"])
             if state["status"] == ENDED and index == 0:
                 self._has_left.set()
+            elif state["status"] == ENDED and self._status == ALIVE and states.get(0, state)["status"] != ENDED:
+                self._end(f"{self._name(index)} has ended before process 0")
             elif state["status"] == ALIVE and now - self._heard[index][1] > DEAD_SECONDS:
                 self._end(f"{self._name(index)} has died or hangs: nothing was heard of it for {DEAD_SECONDS:.0f} s")
+        if self.index == 0 and not self._terminates and any(state["terminates"] for state in states.values()):
+            self._terminates = True
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.index == 0 and len(states) == self.count:
             for number in range(self._num_deleted, least := min(state["number"] for state in states.values())):
                 self._client.key_value_delete(f"{OUR_KEYS}/launch/{number}")
@@ -261,7 +296,7 @@ class Hosts:
         with self._lock:
             self._say(f"{reason}; {self._name(self.index)} ends with it")
             if self._status == ALIVE:
-                self._status = ENDED
+                self._status, self._error = ENDED, reason
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._publish(-1)
             os._exit(EXIT_FAILED)
@@ -273,18 +308,39 @@ class Hosts:
         os.write(2, f"jaxinfer: {line}\n".encode())
 
     def _explain_aborts(self) -> None:
-        """Says why JAX aborts this process: its client does so at once when process 0 has gone."""
+        """Says why this process may be aborted: the client of JAX does so at once when process 0 has gone."""
+        libc = ctypes.CDLL(None)
 
         def explain(_: int) -> None:
             with self._lock:
                 if self._status == FAILED:
-                    self._say(self._own_failure)
-                elif self._status != ENDED:
-                    self._say(f"JAX aborts {self._name(self.index)}: {self._name(0)} has ended or cannot be reached")
-                os._exit(EXIT_FAILED)
+                    self._end_with_own_failure()
+                if self._status != ENDED:
+                    self._say(
+                        f"{self._name(self.index)} has aborted, perhaps because {self._name(0)} has ended or cannot be"
+                        " reached; see the lines above"
+                    )
+                libc.signal(signal.SIGABRT, None)  # abort() then ends this process, with a core file if one is wanted
 
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)  # kept as long as the handler
-        ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
+        libc.signal(signal.SIGABRT, self._on_abort)
+
+    def _take_signals_back(self) -> None:
+        """Lets SIGTERM end the engine: JAX's preemption service has taken it in each process, and only notes it.
+
+        Process 0 ends as without JAX, and the others with it; another one that has no handler lets process 0 receive
+        the signal, which may first end its requests. Does nothing outside of the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def tell_process_0(*_: Any) -> None:
+            self._terminates = True
+
+        handler = signal.getsignal(signal.SIGTERM)  # as Python knows it; None: one that is not Python's
+        if handler is not None:
+            is_own = self.index == 0 or handler != signal.SIG_DFL
+            signal.signal(signal.SIGTERM, handler if is_own else tell_process_0)
 
     def _leave(self) -> None:
         """Tells the others how this process ends, at its end; after an exception waits for them to read so."""
@@ -294,17 +350,19 @@ class Hosts:
             self._status = ENDED
             self._publish(-1)
             return
-        began = time.monotonic()
         # If another one has died, the watching thread names it and ends this process.
-        while time.monotonic() - began < DEAD_SECONDS + FAREWELL_SECONDS and not self._have_others_ended:
-            time.sleep(BEAT_SECONDS / 4)
-        with self._lock:
-            self._say(self._own_failure)
-            os._exit(EXIT_FAILED)
+        self._wait_for_others(DEAD_SECONDS + FAREWELL_SECONDS)
+        self._end_with_own_failure()
 
-    @property
-    def _own_failure(self) -> str:
-        return f"{self._name(self.index)} has failed: {self._error}"
+    def _wait_for_others(self, seconds: float) -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < seconds and not self._have_others_ended:
+            time.sleep(BEAT_SECONDS / 4)
+
+    def _end_with_own_failure(self) -> None:
+        with self._lock:
+            self._say(f"{self._name(self.index)} has failed: {self._error}")
+            os._exit(EXIT_FAILED)
 
     @property
     def _have_others_ended(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.assembly import refuse_over_processes
+from jaxinfer.engine.assembly import given_facts, refuse_over_processes
+from jaxinfer.parallel.hosts import Hosts
+from jaxinfer.parallel.placement import DEFAULT_DEVICE
 from tests.on_devices import ONE_THREAD_EACH, ROOT
 from tests.oracles import save_random_checkpoint
 
@@ -61,6 +64,11 @@ def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
+def own_lines(error: str) -> list[str]:
+    """The lines of standard error in which a process says how it ends."""
+    return [line for line in error.splitlines() if line.startswith("jaxinfer: ")]
+
+
 def results_of_one_and_two(*arguments: str) -> Any:
     """The results of one process, and those of two, which run at the same time."""
     ended = finish([*start(1, *arguments), *start(2, *arguments)])
@@ -91,8 +99,10 @@ def test_two_processes_give_the_bits_of_one(case, tmp_path):
 @pytest.mark.parametrize(
     ("victim", "way", "reason"),
     [
-        (0, "kill", "has ended or cannot be reached"),
         (1, "kill", "nothing was heard of it"),
+        (1, "leave", "has ended before process 0"),
+        pytest.param(0, "kill", "has ended or cannot be reached", marks=pytest.mark.exhaustive),
+        pytest.param(1, "interrupt", "has failed: KeyboardInterrupt", marks=pytest.mark.exhaustive),
         pytest.param(0, "raise", "LookupError: a mistake of the user", marks=pytest.mark.exhaustive),
         # The digest of its launches differs.
         pytest.param(1, "raise", "is not that of process 0", marks=pytest.mark.exhaustive),
@@ -113,9 +123,56 @@ def test_no_process_outlives_another_and_each_names_the_one_that_ended_first(vic
 
     code, _, error = codes[1 - victim]
     assert code != 0
-    last = [line for line in error.splitlines() if line.startswith("jaxinfer: ")][-1]
+    last = own_lines(error)[-1]
     assert f"process {victim} of 2" in last
     assert reason in last
+
+
+def test_sigterm_at_any_process_ends_the_first_and_the_others_with_it(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+
+    (first, *_), (second, _, error) = finish(start(2, "disturbed", str(checkpoint), "1", "terminate"))
+
+    assert first == -signal.SIGTERM
+    assert second not in (0, -signal.SIGTERM)
+    assert "process 0 of 2" in own_lines(error)[-1]
+
+
+def test_a_process_with_another_configuration_is_refused_by_name(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+    options = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--tensor-parallel", "4"]
+    command = ["jaxinfer", "generate", "x", "--model", str(checkpoint), *options]
+    # Of an engine without it, the processes compare their devices' memory.
+    own = [["--process-id", "0"], ["--process-id", "1", "--memory-bytes", "1000000000"]]
+
+    ended = finish(start_all([[*command, *given] for given in own]))
+
+    for code, _, error in ended:
+        assert code != 0
+        assert "process 1 has another EngineConfig than process 0" in error
+
+
+def test_a_process_without_the_distributed_service_is_told_to_connect_it_first():
+    with pytest.raises(ValueError, match=r"jax\.distributed\.initialize"):
+        Hosts.join()
+
+
+def test_processes_compare_the_files_that_an_engine_reads(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+
+    def facts() -> dict[str, str]:
+        return given_facts(checkpoint, EngineConfig(), "float32", (), None, DEFAULT_DEVICE)
+
+    before = facts()
+    (checkpoint / "original").mkdir()
+    (checkpoint / "notes.json").symlink_to(tmp_path / "missing")
+
+    assert facts() == before
+    with (checkpoint / "config.json").open("a") as file:
+        file.write(" ")
+    assert [name for name, value in facts().items() if value != before[name]] == [
+        "checkpoint (names and sizes of files)"
+    ]
 
 
 @pytest.mark.parametrize(
