@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
 # compiled programs leaves no trace of its kernels. Kernels name no lines of the source: programs compare by their text.
 ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
@@ -54,6 +54,7 @@ TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
+WORKER = "from jaxinfer.capacity import compiler; compiler.main()"
 INSTALL = 'pip install "jaxinfer[aot]", on Linux'
 # The shapes of slices of TPUs, smallest first.
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -90,14 +91,16 @@ def compile_steps(request: Request) -> dict[str, CompiledStep]:
     require_compiler(request.chip, request.platform, math.prod(request.axes.values()))
     environment = ENVIRONMENT | (TPU_ENVIRONMENT if request.platform == "tpu" else {})
     worker = subprocess.run(
-        [sys.executable, "-c", "from jaxinfer.capacity import compiler; compiler.main()"],
+        [sys.executable, "-c", WORKER],
         env={**os.environ, **environment},
         input=pickle.dumps(request),
         capture_output=True,
         check=False,
     )
     if worker.returncode:
-        raise RuntimeError(f"the compiler failed with {worker.returncode}: {worker.stderr.decode()[-600:]}")
+        raise RuntimeError(
+            f"the compiler failed with {worker.returncode}: {worker.stderr.decode(errors='replace')[-600:]}"
+        )
     return {name: CompiledStep(**figures) for name, figures in json.loads(worker.stdout.splitlines()[-1]).items()}
 
 
@@ -107,10 +110,9 @@ def require_compiler(chip: str, platform: str, count: int) -> None:
     name = "the compiler for TPU (libtpu)" if platform == "tpu" else "the CUDA compiler for JAX"
     if not is_there:
         raise ValueError(f"{name} is not installed: {INSTALL}; or plan without it (no --compile)")
-    if platform == "gpu" and chip not in gpu_compiler.GPUS:
-        known = ", ".join(gpu_compiler.GPUS)
-        raise ValueError(f"steps for {chip} cannot be compiled without one; the GPUs that can are {known}")
-    if platform == "tpu":
+    if platform == "gpu":
+        _gpu_of(chip)
+    else:
         _slice_of(chip, count)
 
 
@@ -128,6 +130,16 @@ def tpu_mesh(chip: str, axes: Mapping[str, int]) -> Mesh:
         platform="tpu", topology_name=f"{chip}:{shape}", **(ONE_CHIP if shape == "1x1" else {})
     )
     return Mesh(np.array(topology.devices[:count]).reshape(*axes.values()), tuple(axes))
+
+
+def _gpu_of(chip: str) -> str:
+    """Returns the compiler's name for a GPU of `devices.CHIPS`."""
+    # An A100 of 40 GB differs in memory and bandwidth alone.
+    name = "A100" if chip == "A100-80GB" else chip
+    if name not in gpu_compiler.GPUS:
+        known = ", ".join(gpu_compiler.GPUS)
+        raise ValueError(f"steps for {chip} cannot be compiled without one; the GPUs that can are {known}")
+    return name
 
 
 def _slice_of(chip: str, count: int) -> str:
@@ -196,14 +208,14 @@ def step_call(
     return jax.jit(function, donate_argnames="cache"), arguments
 
 
-def _compile(request: Request, mesh: Mesh, options: Mapping[str, Any]) -> CompiledStep:
+def _compile(request: Request, device: str, mesh: Mesh, options: Mapping[str, Any]) -> CompiledStep:
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         function, arguments = step_call(mesh, request.config, layout=request.platform, **options)
         if request.platform == "tpu":
             program = function.lower(**arguments).compile()
     if request.platform == "gpu":
-        program = gpu_compiler.compile_for(request.chip, mesh, function, **arguments).program
+        program = gpu_compiler.compile_for(device, mesh, function, **arguments).program
     memory = program.memory_analysis()
     assert memory is not None
     return CompiledStep(
@@ -216,7 +228,8 @@ def _compile(request: Request, mesh: Mesh, options: Mapping[str, Any]) -> Compil
 def main() -> None:
     """Compiles the steps of the request in the standard input."""
     request = pickle.loads(sys.stdin.buffer.read())
-    make_mesh = tpu_mesh if request.platform == "tpu" else gpu_compiler.mesh_of
-    mesh = make_mesh(request.chip, request.axes)
-    compiled = {name: asdict(_compile(request, mesh, options)) for name, options in request.steps.items()}
+    is_tpu = request.platform == "tpu"
+    device = request.chip if is_tpu else _gpu_of(request.chip)
+    mesh = (tpu_mesh if is_tpu else gpu_compiler.mesh_of)(device, request.axes)
+    compiled = {name: asdict(_compile(request, device, mesh, options)) for name, options in request.steps.items()}
     print(json.dumps(compiled), flush=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxinfer.capacity import CompiledStep, DeploymentPlan, Layout
 
 OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED_FIELDS)
-EXIT_NO_FIT = 1
+EXIT_FAILURE = 1
 TITLES = ("tensor", "experts", "parameters", "pages", "tokens", "rows", "decode", "tokens/s", "sums", "prefill")
 NOTE = (
     "Times are rooflines: bytes and FLOPs by the data sheet, {context:,} tokens a row, no launch and no latency; real"
@@ -37,7 +37,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan and returns 0, or 1 if the model does not fit."""
+    """Prints the plan and returns 0, or 1 if the model does not fit or its steps cannot be compiled."""
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer.capacity import compile_plan, parse_devices, plan_deployment
     from jaxinfer.device import resolve_dtype
@@ -45,12 +45,24 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
     devices = parse_devices(arguments.device).of_each(arguments.num_replicas)
     plan = plan_deployment(arguments.model, devices, config, dtype=dtype, context=arguments.context)
-    compiled = compile_plan(plan, config) if arguments.compile and plan.best is not None else {}
-    written = plan.as_dict() | {"replicas": arguments.num_replicas}
-    written["compiled"] = {name: asdict(step) for name, step in compiled.items()}
-    lines = [*describe_plan(plan, arguments.num_replicas), *describe_compiled(plan, compiled)]
-    show(json.dumps(written) if arguments.json else "\n".join(lines))
-    return EXIT_NO_FIT if plan.best is None else 0
+    if not arguments.json:
+        show("\n".join(describe_plan(plan, arguments.num_replicas)))
+    compiled, failure = {}, None
+    if arguments.compile and plan.best is not None:
+        try:
+            compiled = compile_plan(plan, config)
+        except (ValueError, RuntimeError) as error:
+            failure = " ".join(str(error).split())
+    if arguments.json:
+        steps = {name: asdict(step) for name, step in compiled.items()}
+        further = {"replicas": arguments.num_replicas, "compiled": steps, "compiler_failure": failure}
+        show(json.dumps(plan.as_dict() | further))
+    else:
+        for line in describe_compiled(plan, compiled):
+            show(line)
+        if failure is not None:
+            show(f"Its steps are not compiled: {failure}")
+    return EXIT_FAILURE if plan.best is None or failure is not None else 0
 
 
 def describe_plan(plan: DeploymentPlan, num_replicas: int = 1) -> Iterator[str]:

@@ -231,6 +231,26 @@ def test_devices_that_no_compiler_describes_are_refused(monkeypatch):
         compiler.require_compiler("v6e", "tpu", 512)
     with pytest.raises(ValueError, match="steps for B200 cannot be compiled .* the GPUs that can are T4"):
         compiler.require_compiler("B200", "gpu", 1)
+    for name in ("A100", "A100-80GB"):
+        compiler.require_compiler(name, "gpu", 1)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "json"])
+def test_a_compiler_that_fails_leaves_the_plan_and_its_last_words(options, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "find_spec", lambda _: object())
+    monkeypatch.setattr(compiler, "WORKER", "raise SystemExit('no such\\nregister')")
+
+    assert main(["plan", "Qwen3-0.6B", "--device", "v6e-1", "--compile", *options]) == 1
+
+    out = capsys.readouterr().out
+    if options:
+        written = json.loads(out)
+        assert written["compiler_failure"] == "the compiler failed with 1: no such register"
+        assert written["compiled"] == {}
+        assert written["layouts"]
+    else:
+        assert "Take --tensor-parallel 1" in out
+        assert out.endswith("\nIts steps are not compiled: the compiler failed with 1: no such register\n")
 
 
 @pytest.mark.aot
