@@ -134,10 +134,10 @@ def _choose_texts(tokens: list[int], file: Path, num_texts: int, length: int, se
 def _own_texts(
     source: Path, target: Path, num_texts: int, length: int, seed: int, *, show_progress: bool
 ) -> np.ndarray:
-    """Returns texts i32[B, length] that the model samples at temperature 1, kept for a call that goes on
-    and for one that finds the copy finished.
+    """Returns texts i32[B, length] that the model samples at temperature 1.
 
-    A text begins with the tokens that begin each text of its tokenizer, or else with a random token.
+    They are kept for a call that goes on, and for one that finds the copy finished. A text begins with the
+    tokens that begin each text of its tokenizer, or else with a random token.
     """
     import numpy as np
 

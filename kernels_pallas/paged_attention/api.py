@@ -17,7 +17,6 @@ from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
 from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
 
-# The mesh axis that heads are split over.
 Implementation = Callable[..., tuple[jax.Array, Pages]]
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,15 +14,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepTokens
-from jaxinfer.model.components.layers import (
-    KV_HEADS,
-    MakeSpec,
-    Norm,
-    PoolSize,
-    TensorSpec,
-    linear,
-    rms_norm,
-)
+from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive

@@ -19,15 +19,15 @@ from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
-from kernels_pallas.mesh_axes import dividing_axes, names_of
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of
 from kernels_pallas.quantized_matmul import split_groups
 from kernels_pallas.row_products import ROW_BLOCK, rounded
 from kernels_pallas.row_sum import row_sum
 
 # The mesh axis that whole experts are split over, and the one that splits each of them.
-EXPERTS_AXIS, MLP_AXIS = "experts", "model"
+EXPERTS_AXIS, MLP_AXIS = HEADS_AXES
 # By logical axis the mesh axes that split it. Any other network than an expert is split over both.
-MESH_AXES = {"experts": (EXPERTS_AXIS,), "mlp": (EXPERTS_AXIS, MLP_AXIS)}
+MESH_AXES = {"experts": (EXPERTS_AXIS,), "mlp": HEADS_AXES}
 WEIGHTS = ("gate", "up", "down")
 # Tokens that an expert computes at once on CPU, at most: one of `row_products.WEIGHT_ROWS`.
 MAX_BLOCK = 136
