@@ -38,7 +38,7 @@ def test_a_gpu_gets_its_kernels_and_says_for_which_product_plain_jax_is_as_good(
         attention, int8, int4, experts = choices(checkpoint, "bfloat16")
 
     assert (attention, int4, experts) == ("the GPU kernel",) * 3
-    assert int8.startswith("plain JAX: groups=1 is not supported by the GPU kernel")
+    assert int8.startswith("plain JAX: groups=1 of int8 is not supported by the GPU kernel")
 
 
 def test_a_gpu_before_ampere_gets_none_and_says_why(checkpoint):
