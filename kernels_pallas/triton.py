@@ -115,9 +115,11 @@ def store(ref: Any, indices: tuple, value: jax.Array, mask: jax.Array) -> None:
     triton.store(ref.at[_as_arrays(indices)], value.astype(ref.dtype), mask=mask)
 
 
-def takes_fp8_by_bits(dtype: Any, target: Target) -> bool:
-    """Returns whether weights of a dtype are float8_e4m3fn that a GPU does not convert, see `floats_of_fp8`."""
-    return jnp.dtype(dtype).name == "float8_e4m3fn" and target.capability < FP8_CAPABILITY
+def as_loaded(weights: jax.Array, target: Target) -> tuple[jax.Array, bool]:
+    """Returns the weights for a kernel, and True if they are the bits i8 of FP8, which the GPU does not convert."""
+    if weights.dtype != jnp.float8_e4m3fn or target.capability >= FP8_CAPABILITY:
+        return weights, False
+    return jax.lax.bitcast_convert_type(weights, jnp.int8), True
 
 
 def floats_of_fp8(bits: jax.Array) -> jax.Array:

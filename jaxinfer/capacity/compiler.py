@@ -65,7 +65,7 @@ ONE_CHIP = {"chips_per_host_bounds": [1, 1, 1]}
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """What the compiler says of a step: bytes on each device, and seconds of the clock to lower and compile it."""
+    """The compiler's figures of a step: bytes on each device, and seconds of the clock to lower and compile it."""
 
     argument_bytes: int  # parameters, pages, and the step's batch
     temporary_bytes: int

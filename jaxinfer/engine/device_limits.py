@@ -1,4 +1,4 @@
-"""What an engine leaves to the device: the number of devices, rows, tokens of a step, decode loops."""
+"""The choices that an engine leaves to the device: number of devices, rows, tokens of a step, decode loops."""
 
 from __future__ import annotations
 

@@ -72,18 +72,22 @@ class QuantizedArray:
         """Returns the same weights with an i8 for each integer and zero point that lies in planes."""
         if self.bits is None:
             return self
-        values, zeros = unpack_planes(self.values, self.bits, self.scales.shape[-1]), self.zeros
-        if zeros is not None and zeros.dtype == jnp.uint8:
-            zeros = unpack_planes(zeros, self.bits, 1)
-        return replace(self, values=values, zeros=zeros, bits=None)
+        values = unpack_planes(self.values, self.bits, self.scales.shape[-1])
+        return replace(self, values=values, zeros=self._whole_zeros, bits=None)
 
     def split(self) -> SplitPlanes:
         """Returns weights [F, in] in planes with a byte for the bits of each integer in each plane."""
         assert self.bits is not None
-        zeros, planes = self.zeros, split_planes(self.values, self.bits, self.scales.shape[-1])
-        if zeros is not None and zeros.dtype == jnp.uint8:
-            zeros = unpack_planes(zeros, self.bits, 1)
-        return SplitPlanes(planes, self.scales.astype(jnp.float32), zeros, self.bits)
+        planes = split_planes(self.values, self.bits, self.scales.shape[-1])
+        return SplitPlanes(planes, self.scales.astype(jnp.float32), self._whole_zeros, self.bits)
+
+    @property
+    def _whole_zeros(self) -> Any:
+        """The zero points, an i8 for each, of weights in planes."""
+        assert self.bits is not None
+        if self.zeros is None or self.zeros.dtype != jnp.uint8:
+            return self.zeros
+        return unpack_planes(self.zeros, self.bits, 1)
 
 
 @struct.dataclass

@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
-from kernels_pallas.quantized_matmul.reference import doubled_fp4, split_int4, wide_scales
+from kernels_pallas.quantized_matmul.gpu import numbers_of, scales_of_numbers
+from kernels_pallas.quantized_matmul.reference import split_int4
 
 # Of float32, tensor cores multiply what `jax_default_matmul_precision` says, as in XLA's own products.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -106,8 +107,7 @@ def _multiply(
     R, F = rows.shape[0], weights.shape[1]
     tiles = tiles_of(counts, num_rows=R, block_m=block_sizes.block_m)
     target = triton.INTERPRETED if interpret else triton.target()
-    has_fp8_bits = triton.takes_fp8_by_bits(weights.dtype, target)
-    weights = jax.lax.bitcast_convert_type(weights, jnp.int8) if has_fp8_bits else weights
+    weights, has_fp8_bits = triton.as_loaded(weights, target)
     arrays = {"tiles": tiles, "rows": rows, "weights": weights}
     arrays |= {name: a for name, a in (("scales", scales), ("zeros", zeros)) if a is not None}
     (out,) = triton.launch(
@@ -202,7 +202,7 @@ def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes, has_f
     out = jax.lax.fori_loop(jnp.int32(0), num_blocks, functools.partial(_multiply_block, arrays, tile, block), out)
     if arrays.scales is not None and block.groups == 1:
         scales = triton.load(arrays.scales, (expert, channels, 0), tile.is_channel & (expert < E))
-        out = out * _scales_of_numbers(arrays, block, scales)[None]
+        out = out * scales_of_numbers(scales, arrays.weights, block.has_fp8_bits)[None]
     triton.store(out_ref, (rows[:, None], channels[None]), out, tile.is_row[:, None] & tile.is_channel[None])
 
 
@@ -213,12 +213,6 @@ def _block_of(arrays: SimpleNamespace, block_sizes: GroupedBlockSizes, has_fp8_b
     width = block_sizes.block_k // 2 if is_packed else block_sizes.block_k
     width = max(triton.MIN_DOT, min(width, pl.next_power_of_2(span)))
     return _Block(groups, D // groups, is_packed, width, span, pl.cdiv(span, width), has_fp8_bits)
-
-
-def _scales_of_numbers(arrays: SimpleNamespace, block: _Block, scales: jax.Array) -> jax.Array:
-    """Returns the scales f32 of the numbers that the kernel multiplies by."""
-    wide = wide_scales(arrays.weights, scales)
-    return wide * triton.FP8_FACTOR if block.has_fp8_bits else wide
 
 
 def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.Array, out: jax.Array) -> jax.Array:
@@ -236,14 +230,11 @@ def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.
     for j, half in enumerate(split_int4(weights) if block.is_packed else (weights,)):
         inputs = group * block.group_size + j * block.span + columns
         x = triton.load(arrays.rows, (tile.rows[:, None], inputs[None]), tile.is_row[:, None] & is_column[None])
-        if block.has_fp8_bits:
-            half = triton.floats_of_fp8(half)
-        elif arrays.weights.dtype == jnp.uint8:
-            half = doubled_fp4(half)
+        half = numbers_of(half, arrays.weights, block.has_fp8_bits)
         wide = half if half.dtype == x.dtype else half.astype(jnp.float32)
         wide = (wide if zeros is None else wide - zeros[:, None]).astype(x.dtype)
         product = product + triton.dot(x, wide, transpose_b=True)
     if block.groups == 1:
         return product
     scales = triton.load(arrays.scales, (tile.expert, tile.channels, group), tile.is_channel)
-    return out + product * _scales_of_numbers(arrays, block, scales)[None]
+    return out + product * scales_of_numbers(scales, arrays.weights, block.has_fp8_bits)[None]

@@ -12,6 +12,7 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +94,7 @@ def quantized_matmul_gpu(
     if block_sizes is None:
         return multiply_widened(x, weights, scales, zeros)
     splits, block_m, block_n = block_sizes.num_splits, block_sizes.block_m, block_sizes.block_n
-    has_fp8_bits = triton.takes_fp8_by_bits(weights.dtype, target)
-    weights = jax.lax.bitcast_convert_type(weights, jnp.int8) if has_fp8_bits else weights
+    weights, has_fp8_bits = triton.as_loaded(weights, target)
     arrays = {"x": x, "weights": weights, "scales": scales}
     if zeros is not None:
         arrays["zeros"] = zeros
@@ -180,13 +180,22 @@ def _multiply_block(
             (rows[:, None], (block * size + i * width + inputs)[None]),
             jnp.broadcast_to(is_row[:, None], (rows.size, width)),
         )
-        if has_fp8_bits:
-            part = triton.floats_of_fp8(part)
-        elif arrays.weights.dtype == jnp.uint8:
-            part = doubled_fp4(part)
-        part = part.astype(jnp.float32)
+        part = numbers_of(part, arrays.weights, has_fp8_bits).astype(jnp.float32)
         if zeros is not None:
             part = part - zeros[:, None]
         product = product + triton.dot(x, part.astype(x.dtype), transpose_b=True)
-    scales = wide_scales(arrays.weights, triton.load(arrays.scales, (channels, group), is_channel))
-    return out + product * (scales * triton.FP8_FACTOR if has_fp8_bits else scales)[None]
+    scales = triton.load(arrays.scales, (channels, group), is_channel)
+    return out + product * scales_of_numbers(scales, arrays.weights, has_fp8_bits)[None]
+
+
+def numbers_of(stored: jax.Array, weights: Any, has_fp8_bits: bool) -> jax.Array:
+    """Returns the numbers that loaded ones of `weights` stand for, up to the factor in `scales_of_numbers`."""
+    if has_fp8_bits:
+        return triton.floats_of_fp8(stored)
+    return doubled_fp4(stored) if weights.dtype == jnp.uint8 else stored
+
+
+def scales_of_numbers(scales: jax.Array, weights: Any, has_fp8_bits: bool) -> jax.Array:
+    """Returns the scales f32 of the numbers of `numbers_of`."""
+    wide = wide_scales(weights, scales)
+    return wide * triton.FP8_FACTOR if has_fp8_bits else wide

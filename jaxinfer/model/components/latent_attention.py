@@ -11,12 +11,12 @@ from flax import struct
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.attention import AttentionInputs
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm, widened
 from jaxinfer.model.components.rope import Rope, rotary_embedding
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention
-from kernels_pallas.quantized_matmul import dequantize, layer_of
+from kernels_pallas.quantized_matmul import layer_of
 from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.whole_rows import plain_attention
 
@@ -174,11 +174,9 @@ def _widened(w: QuantizedArray, num_inputs: int, dtype: Any) -> jax.Array:
     N, F = w.shape[:2]
     order, *parts = layer_of((w.order, w.values, w.scales, w.zeros, w.multiplier), w.layer)
     values, scales, zeros, multiplier = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), tuple(parts))
-    flat = QuantizedArray(values, scales, zeros, multiplier=multiplier, bits=w.bits).with_wide_scales().unpacked()
-    floats = dequantize(flat.values, flat.scales, flat.zeros, num_inputs)
-    if order is not None:
-        floats = floats[:, jnp.argsort(order.reshape(-1))]
-    return floats.astype(dtype).reshape(N, F, num_inputs)
+    order = None if order is None else order.reshape(-1)
+    flat = QuantizedArray(values, scales, zeros, order=order, multiplier=multiplier, bits=w.bits)
+    return widened(flat, num_inputs).astype(dtype).reshape(N, F, num_inputs)
 
 
 def _queries(params: LatentAttentionParams, x: jax.Array, tokens: StepTokens, *, config: LatentAttention) -> jax.Array:

@@ -81,7 +81,7 @@ def _input_specs(
 ) -> tuple[Mesh, tuple[str, ...], Any] | None:
     """Returns a mesh, its axes that split the inputs of a product, and the specs of the weights.
 
-    None if nothing splits the inputs, or if parts of the weights are not products by themselves.
+    None if nothing splits the inputs, or if parts of the weights are not products by themselves, as those of a group.
     """
     if mesh is None or not num_units or (found := dividing_axes(num_units, mesh, HEADS_AXES)) is None:
         return None
@@ -91,12 +91,11 @@ def _input_specs(
     whole, split = (PartitionSpec(*(None,) * (len(w.shape) - 1), last) for last in (None, axes))
     if isinstance(w, jax.Array):
         return mesh, axes, split
-    if not isinstance(w, QuantizedArray) or (w.order, w.multiplier, w.activations, w.layer, w.bits) != ((None,) * 5):
+    if not isinstance(w, QuantizedArray) or (w.order, w.multiplier, w.activations, w.layer, w.bits) != (None,) * 5:
         return None
     groups = w.scales.shape[-1]
-    if (groups == 1 and w.values.shape[-1] < num_inputs) or (
-        groups > 1 and groups % count
-    ):  # parts would share a group
+    cuts_group = groups % count > 0 if groups > 1 else w.values.shape[-1] < num_inputs
+    if cuts_group:
         return None
     of_scales = whole if groups == 1 else split
     return mesh, axes, QuantizedArray(split, of_scales, None if w.zeros is None else of_scales)
@@ -224,9 +223,15 @@ def take_rows(table: jax.Array | QuantizedArray | PackedBlocks, ids: jax.Array, 
         return table[ids]
     table, order = table.with_wide_scales(), table.order
     parts = QuantizedArray(table.values, table.scales, table.zeros, bits=table.bits)
-    own = jax.tree.map(lambda a: a[ids], parts).unpacked()
-    rows = dequantize(own.values, own.scales, own.zeros, like.shape[0]).astype(like.dtype)
-    return rows if order is None else rows[:, jnp.argsort(order)]
+    own = replace(jax.tree.map(lambda a: a[ids], parts), order=order)
+    return widened(own, like.shape[0]).astype(like.dtype)
+
+
+def widened(w: QuantizedArray, num_inputs: int) -> jax.Array:
+    """Returns quantized weights [F, in] in floating point, f32[F, in], with their inputs in the usual order."""
+    own = w.with_wide_scales().unpacked()
+    floats = dequantize(own.values, own.scales, own.zeros, num_inputs)
+    return floats if w.order is None else floats[:, jnp.argsort(w.order)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def until(group: Group, is_reached: Any) -> None:
 
 
 def stage_of(group: Group, request: Request) -> str:
-    """Where a request is on its way from the queue to its tokens."""
+    """Returns the stage of a request on its way from the queue to its tokens."""
     for replica in group.scheduler.replicas:
         if request in replica.running.prefilled:
             return "prefilled"
