@@ -56,11 +56,16 @@ def choose_replica(request: Request, replicas: Sequence[Replica], home: Replica 
     requests than the emptiest, by more than MAX_IMBALANCE of their rows. A fork runs beside its origin, whose pages it
     copies, if there is room. `home` is the replica where it ran last, of any role.
     """
-    found = [replica for replica in replicas if replica.may_run(request, home) and replica.running.has_room(request)]
-    origin = request.origin
-    if beside := [replica for replica in found if origin is not None and origin.replica == replica.index]:
-        return beside[0]
+    allowed = [replica for replica in replicas if replica.may_run(request, home)]
+    if (origin := request.origin) is not None:
+        beside = [replica for replica in allowed if origin.replica == replica.index]
+        if beside and beside[0].running.has_room(request):
+            return beside[0]
     least = min(len(replica.running) for replica in replicas)
     most = least + max(int(MAX_IMBALANCE * replicas[0].running.max_num_seqs), 1)
-    even = [replica for replica in found if len(replica.running) <= most] or found
-    return min(even, key=lambda replica: (replica.work(request), len(replica.running), replica.index), default=None)
+
+    def cost(replica: Replica) -> tuple[bool, int, int, int]:
+        return len(replica.running) > most, replica.work(request), len(replica.running), replica.index
+
+    # Finding room counts the pages of all running requests, so only the best replicas are asked.
+    return next((replica for replica in sorted(allowed, key=cost) if replica.running.has_room(request)), None)
