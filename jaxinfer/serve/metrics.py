@@ -193,6 +193,8 @@ def _counters(metrics: Metrics) -> list[tuple[str, str, float]]:
     drafted, accepted = metrics.num_drafted_tokens, metrics.num_accepted_tokens
     return [
         ("vllm:num_preemptions", "Preemptions.", metrics.num_preemptions),
+        ("jaxinfer:hand_overs", "Prefilled requests handed to decode replicas.", metrics.num_hand_overs),
+        ("jaxinfer:damaged_hand_overs", "Hand-overs that arrived damaged.", metrics.num_damaged_hand_overs),
         ("vllm:prompt_tokens", "Prompt tokens, found or computed.", num_queried),
         ("vllm:generation_tokens", "Output tokens.", metrics.num_output_tokens),
         ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", num_queried),
