@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +32,12 @@ from jaxinfer.device import put_everywhere
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
-from jaxinfer.model.quantized_params import quantized_sharding
+from jaxinfer.model.quantized_params import quantize_weight, quantized_sharding
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PackedBlocks, QuantizedArray
 from jaxinfer.quantization.planes import fit_planes, pack_planes
 
 ALIGNMENT = 64
+Part = tuple[range, ...]  # of an array, on each of its axes
 # The types of numbers that lie neither in planes nor in pairs, where they are not those of a grid's code.
 WHOLE_CODES = {FP4: "int8", "int2": "int4", "int3": "int4", "int5": "int8", "int6": "int8", "int7": "int8"}
 
@@ -267,16 +269,22 @@ def assemble(
     dtype: np.dtype,
     sharding: NamedSharding | None,
     *,
+    quantization: str | None = None,
     packs_integers: bool = True,
 ) -> jax.Array | QuantizedArray | PackedBlocks:
     """Reads one tensor of `Params` and returns it when it is on its devices: as `dtype`, or as it is packed.
 
     Without a sharding it goes, uncommitted, to the default device. With one, each device's slice is read by itself;
     packed integers are read whole, and each device gets its slice. If the tensor is not `is_packable`, it becomes
-    `dtype`. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
+    `dtype`. `quantization` ("int8", "int4") is that of `quantize_weight`, by which the host rounds numbers as it reads
+    them. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
     """
     if (grid := grid_of(assembly, stored)) is None:
-        return _assemble_floats(assembly, stored, dtype, sharding)
+        if quantization is None or not assembly.spec.num_inputs:
+            return _assemble_floats(assembly, stored, dtype, sharding)
+        options = {"spec": assembly.spec, "quantization": quantization, "is_packed": packs_integers}
+        rounded = functools.partial(quantize_weight, **options)
+        return _assemble_rounded(assembly, stored, dtype, sharding, rounded)
     assembly = assembly.packed
     packed: list[Any] = [stored[name] for name in assembly.names]
     if isinstance(grid, Blocks):
@@ -456,24 +464,83 @@ def floats_of(stored: Stored, dtype: Any = np.float32) -> np.ndarray:
 def _assemble_floats(
     assembly: Assembly, stored: Mapping[str, Stored], dtype: np.dtype, sharding: Sharding | None
 ) -> jax.Array:
-    num_stacked = assembly.num_stacked
-    places = np.arange(len(assembly.names)).reshape(assembly.shape[:num_stacked])
+    @functools.cache  # devices that have the same part share it
+    def read(*part: range) -> np.ndarray:
+        whole = empty_aligned(tuple(map(len, part)), dtype)
+        for place, numbers in _floats_in_pieces(assembly, stored, dtype, part):
+            np.copyto(whole[place], numbers, casting="unsafe")
+        return whole
 
-    def read(index: Any) -> np.ndarray:
-        """Reads the stored tensors one at a time: blocks and integers become floats as they are read."""
-        chosen = places[index[:num_stacked]]
-        stack = None
-        for place, i in enumerate(chosen.flat):
-            part = assembly.view(floats_of(stored[assembly.names[i]], dtype), index[num_stacked:])
-            if stack is None:
-                stack = empty_aligned((chosen.size, *part.shape), dtype)
-            np.copyto(stack[place], part, casting="unsafe")
-        assert stack is not None
-        return stack.reshape(*chosen.shape, *stack.shape[1:])
-
-    if sharding is None:
-        array = jax.device_put(read((slice(None),) * len(assembly.shape)))
-    else:
-        array = jax.make_array_from_callback(assembly.shape, sharding, read, dtype=dtype)
+    array = jax.ShapeDtypeStruct(assembly.shape, dtype)
     # Otherwise transfers still under way would keep several tensors in host memory.
-    return array.block_until_ready()
+    return _placed(array, sharding, lambda part: read(*part)).block_until_ready()
+
+
+def _assemble_rounded(
+    assembly: Assembly,
+    stored: Mapping[str, Stored],
+    dtype: np.dtype,
+    sharding: NamedSharding | None,
+    rounded: Callable[[Any], QuantizedArray],
+) -> QuantizedArray:
+    """Reads a tensor as `dtype`, and rounds some outputs at a time: all inputs of an output decide on its scales."""
+    num_inputs = assembly.shape[-1]
+    shapes = jax.eval_shape(rounded, jax.ShapeDtypeStruct(assembly.shape, dtype))
+    at = QuantizedArray(None, None) if sharding is None else quantized_sharding(shapes, sharding, num_inputs)
+
+    @functools.cache
+    def read(*outputs: range) -> QuantizedArray:
+        sizes = tuple(map(len, outputs))
+        whole = jax.tree.map(lambda of_all: empty_aligned((*sizes, of_all.shape[-1]), of_all.dtype), shapes)
+        for place, numbers in _floats_in_pieces(assembly, stored, dtype, (*outputs, range(num_inputs))):
+            own = rounded(numbers.astype(dtype, copy=False))
+            whole.values[place], whole.scales[place] = own.values, own.scales
+        return whole
+
+    def placed(name: str) -> jax.Array:
+        def read_part(part: Part) -> np.ndarray:
+            *outputs, inputs = part
+            return getattr(read(*outputs), name)[..., inputs.start : inputs.stop]
+
+        return _placed(getattr(shapes, name), getattr(at, name), read_part)
+
+    return jax.block_until_ready(QuantizedArray(placed("values"), placed("scales")))
+
+
+def _placed(array: jax.ShapeDtypeStruct, sharding: Sharding | None, read: Callable[[Part], np.ndarray]) -> jax.Array:
+    """Returns an array on the devices of a sharding, each of whose parts `read` returns."""
+    whole = tuple(map(range, array.shape))
+    if sharding is None:
+        return jax.device_put(read(whole))
+
+    def read_index(index: Any) -> np.ndarray:
+        return read(tuple(axis[own] for axis, own in zip(whole, index, strict=True)))
+
+    return jax.make_array_from_callback(array.shape, sharding, read_index, dtype=array.dtype)
+
+
+def _floats_in_pieces(
+    assembly: Assembly, stored: Mapping[str, Stored], dtype: np.dtype, part: Part
+) -> Iterator[tuple[tuple[Any, ...], np.ndarray]]:
+    """Yields the numbers of a part of our tensor, some outputs at a time, each with its place in the part.
+
+    Stored tensors are read one after another: blocks and integers become floats as they are read.
+    """
+    num_stacked = assembly.num_stacked
+    *outputs, inputs = part[num_stacked:]
+    cuts, room = [], NUMBERS_AT_ONCE // len(inputs)
+    for axis in reversed(outputs):
+        step = max(room, 1)
+        cuts.insert(0, [axis[start : start + step] for start in range(0, len(axis), step)])
+        room //= len(axis)
+    names = np.array(assembly.names).reshape(assembly.shape[:num_stacked])[_slices(part[:num_stacked])]
+    for place, name in np.ndenumerate(names):
+        whole = floats_of(stored[str(name)], dtype)
+        for piece in itertools.product(*cuts):
+            pairs = zip(piece, outputs, strict=True)
+            own_place = (slice(own.start - axis.start, own.stop - axis.start) for own, axis in pairs)
+            yield (*place, *own_place), assembly.view(whole, _slices((*piece, inputs)))
+
+
+def _slices(part: Part) -> tuple[slice, ...]:
+    return tuple(slice(axis.start, axis.stop) for axis in part)

@@ -26,8 +26,6 @@ from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mixers import source_of
 from jaxinfer.model.params import Params
-from jaxinfer.model.quantized_params import quantize_weight, quantized_sharding
-from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import MAX_INT, is_int, require, shown
 
 logger = logging.getLogger(__name__)
@@ -208,7 +206,7 @@ def load_params(
     devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
     is read. Those of other models in the checkpoint, such as a tower for images, are skipped, and logged once as a
     warning. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
-    are quantized one by one, each device its own part of them.
+    are rounded on the host, some rows at a time.
     """
     path = Path(path)
     refuse_both(path, quantization)
@@ -250,16 +248,11 @@ def read_tensors(
     """Returns a tree with a tensor in the place of each `Assembly` of the plan; options are those of `load_params`."""
     assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
     shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
-    dtype = jnp.dtype(dtype)
+    dtype, options = jnp.dtype(dtype), {"quantization": quantization, "packs_integers": packs_integers()}
     with _progress_bar(sum(len(assembly.names) for assembly in assemblies), show_progress) as bar:
         leaves = []
         for assembly, sharding in zip(assemblies, shardings, strict=True):
-            tensor = assemble(assembly, stored, dtype, sharding, packs_integers=packs_integers())
-            if quantization is not None and isinstance(tensor, jax.Array):
-                tensor = quantize_weight(tensor, assembly.spec, quantization, is_packed=packs_integers())
-                if sharding is not None and isinstance(tensor, QuantizedArray):
-                    tensor = jax.device_put(tensor, quantized_sharding(tensor, sharding, assembly.shape[-1]))
-            leaves.append(tensor)
+            leaves.append(assemble(assembly, stored, dtype, sharding, **options))
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)
 

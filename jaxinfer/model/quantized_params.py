@@ -16,23 +16,20 @@ from jaxinfer.model.params import Params, declare, is_spec
 from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, QuantizedArray, quantize
 from kernels_pallas.mesh_axes import dividing_axes, names_of, num_parts
 
-_quantize = jax.jit(quantize, static_argnames=("group_size", "bits", "is_packed"))
 
-
-def quantize_weight(
-    w: jax.Array, spec: TensorSpec, quantization: str, *, is_packed: bool = True
-) -> jax.Array | QuantizedArray:
+def quantize_weight(w: Any, spec: TensorSpec, quantization: str, *, is_packed: bool = True) -> Any:
     """Returns a tensor as "int8" (a scale per channel) or "int4" (one per group), by its declaration.
 
     The unembedding keeps 8 bits: no layer makes up for its errors, and of all its channels sums per group would be
-    larger than itself. A tensor without inputs stays as it is. `is_packed` is that of `quantize`.
+    larger than itself. A tensor without inputs stays as it is. `is_packed` is that of `quantize`, and `w` may be an
+    array of NumPy, of some outputs alone.
     """
     if not spec.num_inputs:
         return w
     if quantization == "int8" or spec.is_of_vocabulary:
-        return _quantize(w)
+        return quantize(w)
     size = math.gcd(w.shape[-1], INT4_GROUP_SIZE)
-    return _quantize(w, group_size=size, bits=4, is_packed=is_packed)
+    return quantize(w, group_size=size, bits=4, is_packed=is_packed)
 
 
 def quantize_weights(params: Params, config: ModelConfig, quantization: str, *, is_packed: bool = True) -> Params:

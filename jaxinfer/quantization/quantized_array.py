@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
@@ -107,12 +108,12 @@ class SplitPlanes:
         return (numbers * self.scales[..., None]).reshape(len(numbers), -1)
 
 
-def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:
+def quantize(w: Any, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:
     """Rounds weights [out..., in] to the nearest of 255 steps per group, of which the largest weight is the last.
 
-    Of 15 where `bits` is 4. `group_size` is a number of inputs; None makes a group of all inputs of a channel. Raises
-    ValueError where it does not divide them, or is odd with 4 bits, and for other bits. `is_packed` lays 4 bits two to
-    a byte, and leaves 8 as they are.
+    Weights of NumPy give arrays of NumPy, and those of JAX the same bits. Of 15 steps where `bits` is 4. `group_size`
+    is a number of inputs; None makes a group of all inputs of a channel. Raises ValueError where it does not divide
+    them, or is odd with 4 bits, and for other bits. `is_packed` lays 4 bits two to a byte, and leaves 8 as they are.
     """
     if bits not in LARGEST:
         raise ValueError(f"bits={bits} is not supported; use one of {sorted(LARGEST)}")
@@ -123,10 +124,13 @@ def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_p
     is_packed &= bits == 4
     if is_packed and size % 2:
         raise ValueError(f"group_size={size} of weights {w.shape}: integers of 4 bits go in pairs; use even sizes")
-    groups = w.reshape(*outputs, num_inputs // size, size).astype(jnp.float32)
-    largest = jnp.abs(groups).max(-1, keepdims=True)
-    scales = jnp.where(largest > 0, largest / LARGEST[bits], 1.0)  # a group of zeros has any scale
-    values = jnp.round(groups / scales).astype(jnp.int8 if is_packed or bits == 8 else jnp.int4)
+    xp = w.__array_namespace__()
+    groups = w.reshape(*outputs, num_inputs // size, size).astype(np.float32)
+    largest = abs(groups).max(-1, keepdims=True)
+    one = np.float32(1)
+    # By products: a compiler makes them of these divisions, whose bits are others.
+    scales = xp.where(largest > 0, largest * np.float32(1 / LARGEST[bits]), one)  # a group of zeros has any scale
+    values = xp.round(groups * (one / scales)).astype(np.int8 if is_packed or bits == 8 else ml_dtypes.int4)
     if is_packed:
         values = pack_int4(values.reshape(-1, num_inputs), size)
     return QuantizedArray(values.reshape(*outputs, -1), scales[..., 0])

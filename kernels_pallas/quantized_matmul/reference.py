@@ -15,7 +15,8 @@ def pack_int4(weights: jax.Array, group_size: int) -> jax.Array:
     two runs of neighbours, and a kernel need not interleave them.
     """
     F, D = weights.shape
-    low, high = jnp.split(weights.reshape(F, D // group_size, group_size), 2, axis=-1)
+    halves = weights.reshape(F, D // group_size, 2, group_size // 2)
+    low, high = halves[:, :, 0], halves[:, :, 1]
     return ((low & 15) | (high << 4)).astype(weights.dtype).reshape(F, D // 2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 
 import jax
@@ -18,8 +19,9 @@ from jaxinfer.checkpoint.assembly import plan_assembly
 from jaxinfer.checkpoint.config_json.family import EMBEDDING, embedding_name
 from jaxinfer.checkpoint.families.llama import WEIGHTS
 from jaxinfer.checkpoint.huggingface import load_params, read_config
-from jaxinfer.model.config import Branch, LayerGroup
+from jaxinfer.model.config import Branch, LayerGroup, scan_sizes
 from jaxinfer.model.params import shardings
+from jaxinfer.quantization import QuantizedArray
 from tests.oracles import load_reference, save_random_checkpoint
 
 VARIANTS = [
@@ -121,6 +123,44 @@ def test_bfloat16_checkpoint_widens_exactly(llama, tmp_path):
 def test_float32_checkpoint_is_rounded_to_bfloat16_as_torch_rounds(llama):
     expected = load_reference(llama).lm_head.weight.detach().to(torch.bfloat16).float().numpy()
     np.testing.assert_array_equal(load(llama, "bfloat16").unembedding.astype(jnp.float32), expected)
+
+
+def rounded(w: np.ndarray, largest: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the integers i8[..., inputs] and scales f32[..., groups] of weights, in float32 as they always were."""
+    groups = np.asarray(w, np.float32).reshape(*w.shape[:-1], -1, size)
+    most = np.abs(groups).max(-1, keepdims=True)
+    scales = np.where(most > 0, most * np.float32(1 / largest), np.float32(1))
+    return np.rint(groups * (np.float32(1) / scales)).astype(np.int8).reshape(w.shape), scales[..., 0]
+
+
+def halves_packed(integers: np.ndarray, size: int) -> np.ndarray:
+    """Returns the bytes of groups of integers, of which the second half lies in the high bits."""
+    low, high = np.split(integers.reshape(*integers.shape[:-1], -1, size), 2, axis=-1)
+    return (low & 15 | high << 4).reshape(*integers.shape[:-1], -1)
+
+
+# One tensor per layer, per layer and expert, and per layer with all experts, whose inputs are not its last axis.
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_weights_are_rounded_as_they_are_read_to_the_bits_of_numpy(tmp_path, monkeypatch, family):
+    path = save_random_checkpoint(tmp_path, family)
+    config = read_config(path)
+    config = config.regrouped(scan_sizes(config.layers))
+    floats = load_params(path, config, "bfloat16")
+    monkeypatch.setattr("jaxinfer.checkpoint.assembly.NUMBERS_AT_ONCE", 100)  # some rows of a head or of an expert
+    for quantization in ("int8", "int4"):
+        loaded = load_params(path, config, "bfloat16", quantization=quantization)
+        leaves = jax.tree.leaves(loaded, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+        pairs = list(zip(leaves, jax.tree.leaves(floats), strict=True))
+        for own, w in pairs:
+            if not isinstance(own, QuantizedArray):
+                np.testing.assert_array_equal(own, w)
+                continue
+            bits = 8 if quantization == "int8" or own is loaded.unembedding else 4
+            size = w.shape[-1] if bits == 8 else math.gcd(w.shape[-1], 128)
+            values, scales = rounded(np.asarray(w), 127 if bits == 8 else 7, size)
+            np.testing.assert_array_equal(own.values, values if bits == 8 else halves_packed(values, size))
+            np.testing.assert_array_equal(own.scales, scales)
+        assert sum(isinstance(own, QuantizedArray) for own, _ in pairs) >= 8
 
 
 def test_every_misfit_is_listed_in_one_error(copied):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.frontend.page_identity import page_identity
-from jaxinfer.model.quantized_params import quantize_params
 from jaxinfer.quantization import QuantizedArray
 from tests.engine.engines import (
     GREEDY,
@@ -64,17 +62,6 @@ def test_a_request_has_the_same_bits_alone_and_beside_others(checkpoint, quantiz
         forget_prefixes(llm)
         (alone,) = llm.generate([prompt], own, show_progress=False)
         assert content_of(alone) == content_of(one)
-
-
-def test_weights_are_quantized_one_by_one_as_all_together(checkpoint):
-    plain, config = load_checkpoint(checkpoint, "float32")
-
-    loaded, _ = load_checkpoint(checkpoint, "float32", quantization="int8")
-
-    expected = jax.jit(functools.partial(quantize_params, config=config))(plain)
-    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_page_is_of_use_to_engines_with_the_same_weights_alone(checkpoint):
