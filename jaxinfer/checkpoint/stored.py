@@ -145,10 +145,10 @@ class StoredScale:
 Stored = StoredTensor | StoredQuantized | StoredBlocks | StoredScale
 
 
-def in_pieces(read: Callable[[slice], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a tensor [shape] whose rows `read` returns, some at once."""
+def in_pieces(read: Callable[[slice], np.ndarray], shape: tuple[int, ...], row_size: int | None = None) -> np.ndarray:
+    """Returns a tensor [shape] whose rows `read` returns, some at once, and for each unpacks `row_size` numbers."""
     *outputs, inputs = shape
-    step, whole = max(NUMBERS_AT_ONCE // inputs, 1), None
+    step, whole = max(NUMBERS_AT_ONCE // (row_size or inputs), 1), None
     for start in range(0, math.prod(outputs), step):
         piece = read(slice(start, min(start + step, math.prod(outputs))))
         if whole is None:

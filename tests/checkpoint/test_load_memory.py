@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import PACKED
 from tests.checkpoint.packing import WRITERS
 from tests.gguf.gguf_files import save_gguf
+from tests.on_devices import run_on_devices
 from tests.oracles import save_random_checkpoint
 
+NUMBERS_AT_ONCE = 2**12  # as small beside these tensors as it is beside those of published models
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 97},
     "gpt_oss": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
@@ -48,8 +51,8 @@ def save_packed(folder: Path, writer: str, options: dict[str, Any]) -> Path:
 def test_loading_takes_less_than_the_largest_tensor_beside_the_parameters(tmp_path, monkeypatch, writer, options):
     quantization = options.get("quantization")
     path = save_packed(tmp_path, writer, {name: value for name, value in options.items() if name != "quantization"})
-    for module in ("stored", "assembly"):  # as small beside these tensors as it is beside those of published models
-        monkeypatch.setattr(f"jaxinfer.checkpoint.{module}.NUMBERS_AT_ONCE", 2**12)
+    for module in ("stored", "assembly"):
+        monkeypatch.setattr(f"jaxinfer.checkpoint.{module}.NUMBERS_AT_ONCE", NUMBERS_AT_ONCE)
     config = read_config(path)
     load_params(path, config, "bfloat16", quantization=quantization)  # fills caches
 
@@ -65,3 +68,22 @@ def test_loading_takes_less_than_the_largest_tensor_beside_the_parameters(tmp_pa
     assert held < num_bytes(params) + largest
     # NumPy's memory, which is also that of the parameters on a CPU if no computation has made them.
     assert peak - min(held, num_bytes(params)) < largest
+
+
+def test_loading_on_a_mesh_takes_one_tensor_beside_the_slices_of_the_devices(tmp_path):
+    # One KV head, which all devices copy, and a vocabulary that they share with padding.
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 2048, "vocab_size": 97}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 1}
+    source = save_random_checkpoint(tmp_path / "source", "llama", **sizes)
+    gptq = WRITERS["gptq"](source, tmp_path / "both", is_symmetric=False, has_order=True).path
+    gguf = save_gguf(tmp_path / "gguf", "llama", "Q4_0", **sizes)[0]
+    cases = [(source, None), (source, "int8"), (source, "int4"), (gptq, None), (gguf, None)]
+
+    program = ("-m", "tests.checkpoint.load_memory_program", str(NUMBERS_AT_ONCE))
+    output = run_on_devices(8, *program, *(str(word) for case in cases for word in case))
+
+    loads = json.loads(output.splitlines()[-1])
+    assert len(loads) == 2 * len(cases)
+    for seen in loads:
+        assert seen["same"]
+        assert seen["beside"] < seen["largest"] + 64 * NUMBERS_AT_ONCE  # arrays on the way to a few rows

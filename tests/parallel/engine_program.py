@@ -45,7 +45,6 @@ from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import init_params
 from jaxinfer.parallel import placement
 from jaxinfer.parallel.placement import Placement
-from jaxinfer.plan.memory import num_bytes
 from jaxinfer.sampling.sample import split_top_k
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
@@ -445,19 +444,6 @@ def refusals(dense: str, sparse: str) -> dict[str, str]:
     }
 
 
-def loaded(checkpoint: str) -> dict[str, bool]:
-    """True if parameters that are loaded onto a mesh are those of one device, and each device has less."""
-    mesh = Mesh(np.array(jax.devices()), ("model",))
-    results = {}
-    for quantization in (None, "int8"):
-        whole, _ = load_checkpoint(checkpoint, quantization=quantization)
-        split, _ = load_checkpoint(checkpoint, quantization=quantization, mesh=mesh)
-        pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True)
-        are_equal = all(np.array_equal(a, b) for a, b in pairs)
-        results[str(quantization)] = are_equal and num_bytes(split) < num_bytes(whole)
-    return results
-
-
 def tried_products(checkpoint: str) -> dict[str, int]:
     """How many shapes of products by weights the steps of one device and of a mesh try on this machine."""
     path, config = Path(checkpoint), EngineConfig(**SIZES, max_prompt_log_probs=1)
@@ -569,7 +555,6 @@ CASES: dict[str, Callable[..., Any]] = {
     "warm start": warm_start,
     "disk tier": disk_tier,
     "refusals": refusals,
-    "loaded": loaded,
     "replicas": replicas,
     "hand-over": hand_over,
     "replica verbs": replica_verbs,

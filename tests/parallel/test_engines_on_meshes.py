@@ -178,12 +178,6 @@ def test_pages_on_disk_are_found_by_the_same_mesh_alone(tmp_path):
     assert results["tokens"] == results["tokens"][:1] * 4
 
 
-def test_parameters_are_loaded_split(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
-
-    assert run_program(2, "loaded", str(checkpoint)) == {"None": True, "int8": True}
-
-
 def test_products_by_split_weights_have_one_number_of_rows(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
 

@@ -75,7 +75,8 @@ def _packed(place: str, tensor: NamedTensor) -> StoredQuantized:
     num_groups = tensor.shape[-1] // tensor.stored.type.length
 
     def scales() -> np.ndarray:
-        found = in_pieces(lambda rows: unpack(tensor.blocks(rows))[1], (*tensor.shape[:-1], num_groups))
+        shape = (*tensor.shape[:-1], num_groups)
+        found = in_pieces(lambda rows: unpack(tensor.blocks(rows))[1], shape, tensor.shape[-1])
         if found.dtype == np.uint8 and (found == NO_NUMBER).any():
             raise ValueError(f"{place} has scales that are no numbers; download the file again")
         return require_finite(place, found)
