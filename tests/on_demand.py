@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
 from tests.memory_maps import are_memory_maps_short
 
-# What this process has compiled, by its inputs, its logits processors and the compiler's options.
+# What this process has compiled, by its key on disk and its options, of which logits processors are not in the key.
 _compiled: dict[Any, jax.stages.Compiled] = {}
 
 
@@ -37,8 +37,7 @@ def compiled_once() -> Iterator[None]:
     """Steps that are compiled meanwhile are those that an earlier engine of this process has compiled, if any has."""
 
     def compile_once(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
-        inputs = executable_cache._key(function, args, statics)
-        key = inputs, statics.get("options"), jax.stages.Lowered.compile  # `unoptimised_steps` has another one
+        key = executable_cache._key(function, args, statics), statics.get("options")
         if key not in _compiled:
             if are_memory_maps_short():
                 clear_compiled()
@@ -63,7 +62,8 @@ class StepsOnDemand(CompiledSteps):
         super().__init__(tuple(known), compile_bucket, known)
         self._planned = tuple(buckets)
         self._compile_bucket = compile_bucket
-        self._compile_lowered = jax.stages.Lowered.compile
+        # `unoptimised_steps` has others.
+        self._compile_lowered, self._options = jax.stages.Lowered.compile, executable_cache._options
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
@@ -84,6 +84,7 @@ class StepsOnDemand(CompiledSteps):
             # In another thread, as in every engine: `CompileCounter` counts the compilations of the engine's own.
             with compiled_once(), pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
                 patch.setattr(jax.stages.Lowered, "compile", self._compile_lowered)
+                patch.setattr(executable_cache, "_options", self._options)
                 self._compiled[bucket] = pool.submit(self._compile_bucket, bucket).result()
         return self._compiled[bucket]
 

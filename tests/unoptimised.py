@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxinfer.engine.execution import executable_cache
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 
 
@@ -41,10 +42,16 @@ UNOPTIMISED: dict[str, Any] = {
 
 
 _compile_with: Any = jax.stages.Lowered.compile
+_options_with = executable_cache._options
 
 
 def _compile_unoptimised(lowered: Any, compiler_options: dict[str, Any] | None = None) -> Any:
     return _compile_with(lowered, {**(compiler_options or {}), **UNOPTIMISED})
+
+
+def _options_unoptimised() -> list[str]:
+    """A part of the key on disk: engines that judge bits must not load these steps."""
+    return [*_options_with(), repr(UNOPTIMISED)]
 
 
 @contextlib.contextmanager
@@ -52,6 +59,7 @@ def unoptimised_steps() -> Iterator[None]:
     """Engines that are made meanwhile compile their steps so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", _compile_unoptimised)
+        patch.setattr(executable_cache, "_options", _options_unoptimised)
         yield
         for thread in threading.enumerate():
             if thread.name.startswith(COMPILING):

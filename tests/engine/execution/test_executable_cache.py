@@ -21,6 +21,7 @@ from jaxinfer.engine.execution import executable_cache
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.steps.options import StepOptions
 from tests.replay import SMALL_MODEL
+from tests.unoptimised import unoptimised_steps
 
 X = np.arange(6, dtype=np.float32)
 
@@ -355,6 +356,13 @@ def test_flags_of_the_compiler_count(folder, num_traces, monkeypatch):
 
     monkeypatch.undo()
     executable_cache._surroundings.cache_clear()
+
+
+def test_steps_that_tests_compile_without_optimisation_are_loaded_by_no_other_engine(folder, num_traces):
+    with unoptimised_steps():
+        assert [num_traces(X, X) for _ in range(2)] == [1, 0]
+
+    assert num_traces(X, X) == 1
 
 
 def test_a_processor_of_the_users_is_never_kept(folder, num_traces):
