@@ -85,14 +85,15 @@ def chunks_of(size: int, length: int = T) -> list[int]:
 
 
 def splits(length: int = T) -> dict[str, tuple[list[list[tuple[int, int]]], tuple[int, int], int | None]]:
-    """Returns ways to compute the first sequence: steps, their shape and q_len."""
+    """Returns ways to compute the first sequence: steps, their shape and q_len. Ways that can share a shape do."""
     draw = np.random.default_rng(7)
     lengths = draw.integers(1, 6, (2, length))
     return {
-        **{f"chunks of {n}": ([[(0, size)] for size in chunks_of(n, length)], (n, 1), None) for n in (1, 3, 5)},
-        "more padding": ([[(0, length)]], (length + 9, 4), None),
+        "chunks of 1": ([[(0, 1)]] * length, (1, 1), None),
+        **{f"chunks of {n}": ([[(0, size)] for size in chunks_of(n, length)], (5, 1), None) for n in (3, 5)},
+        "more padding": ([[(0, length)]], (length + 25, 5), None),
         "token by token": ([[(0, 1)]] * length, (1, 1), 1),
-        "token by token, padding rows": ([[(0, 1)]] * length, (3, 3), 1),
+        "token by token, padding rows": ([[(0, 1)]] * length, (5, 5), 1),
         "token by token beside others": ([[(i, 1) for i in (3, 0, 1, 4, 2)]] * length, (5, 5), 1),
         "four tokens a row, verified": ([[(1, 4), (0, size)] for size in chunks_of(4, length)[:13]], (8, 2), 4),
         "beside others": ([[(2, 9), (0, length), (1, 3)]], (length + 25, 5), None),
@@ -101,7 +102,7 @@ def splits(length: int = T) -> dict[str, tuple[list[list[tuple[int, int]]], tupl
             (24, 3),
             None,
         ),
-        "a prompt, then decoding": ([[(0, 10)], *[[(0, 1)]] * (length - 10)], (10, 2), None),
+        "a prompt, then decoding": ([[(0, 10)], *[[(0, 1)]] * (length - 10)], (24, 3), None),
     }
 
 
