@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.device import device_at_hand
-from kernels_pallas.quantized_matmul.reference import dequantize, wide_scales
+from kernels_pallas.quantized_matmul.reference import dequantize, whole_zeros, wide_scales
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -146,13 +146,26 @@ def rows_by_integers(
 ) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and the integers and scales of w, on CPU in blocks of channels and of rows.
 
-    `values` i8[F, D], i4[F, D] or i8[F, D / 2], `scales` f[F, groups] and `zeros` i8[F, groups] are those of
-    `quantized_matmul`; `num_rows` is that of `rows_by_weights`. A CPU widens a block of channels, multiplies all rows
-    by it, and takes the next: the weights are never written out whole, which took ten times as long as the product.
-    The compiler may fuse the widening with the product, which no trial would see, so that integers meet ROW_BLOCK rows
-    alone.
+    `values` i8[F, D], i4[F, D] or i8[F, D / 2], `scales` and `zeros` are those of `quantized_matmul`; `num_rows` is
+    that of `rows_by_weights`. A CPU widens a block of channels, multiplies all rows by it, and takes the next: the
+    weights are never written out whole, which took ten times as long as the product. The compiler may fuse the widening
+    with the product, which no trial would see, so that integers meet ROW_BLOCK rows alone.
     """
-    return _rows_by_parts(x, (values, scales, zeros), jnp.asarray(x.shape[0]) if num_rows is None else num_rows, None)
+    parts = values, scales, zeros
+    if zeros is not None and zeros.shape != scales.shape:
+        return rows_by_packed(x, parts, _with_whole_zeros, _dequantized_pairs, num_rows)
+    return _rows_by_parts(x, parts, jnp.asarray(x.shape[0]) if num_rows is None else num_rows, None)
+
+
+def _with_whole_zeros(parts: Any) -> Any:
+    values, scales, zeros = parts
+    return values, scales, whole_zeros(zeros, scales.shape[1])
+
+
+def _dequantized_pairs(parts: Any) -> jax.Array:
+    """Returns the weights f32[F, D] of integers two to a byte."""
+    values, scales, zeros = parts
+    return dequantize(values, scales, zeros, 2 * values.shape[1])
 
 
 def rows_by_packed(

@@ -67,7 +67,7 @@ def multiply_turns(
       first: i32[] the first of the layer's `num_matrices` in the stack.
       is_turned: what `lies_turned` says of the weights as they are stored.
       name: of the kernel in the compiler's output.
-      zeros: i8 zero points of the integers in the shape of `scales`; None is 0.
+      zeros: i8 or i4 zero points of the integers in the shape of `scales`; None is 0.
     """
     (R, D), F = rows.shape, weights.shape[1]
     num_groups = 0 if scales is None else scales.shape[2]

@@ -315,8 +315,8 @@ def assemble(
         own = (_halves(part) if is_halved and part.dtype == np.uint8 else part for part in parts)
         if name == "scales":
             own = (part[..., :: _outputs_per_scale(assembly, grid), :] for part in own)
-        if name == "zeros" and bits is not None and fit_planes(bits, grid.num_groups):
-            own = (pack_planes(part, bits, 1) for part in own)
+        if name == "zeros":
+            own = (_packed_zeros(part, grid, packs_integers) for part in own)
         return _stacked(assembly, own, getattr(at, name))
 
     order = None
@@ -352,6 +352,30 @@ def _outputs_per_scale(assembly: Assembly, grid: Grid) -> int:
     return count if (blocks == blocks[:, :1]).all() else 1
 
 
+def _columns_of_zeros(grid: Grid, packs_integers: bool) -> tuple[int, str]:
+    """Returns the number of columns that the zero points of a weight have on the device, and their type.
+
+    A single one stays a byte. So do those of 2, 3, 5, 6 or 7 bits whose planes are no whole bytes.
+    """
+    groups, bits = grid.num_groups, grid.bits_in_planes
+    if not packs_integers:
+        return groups, WHOLE_CODES.get(grid.code, grid.code)
+    if bits is not None and fit_planes(bits, groups):
+        return groups * bits // 8, "uint8"
+    return (-(-groups // 2) if grid.code == "int4" else groups), "int8"
+
+
+def _packed_zeros(zeros: np.ndarray, grid: Grid, packs_integers: bool) -> np.ndarray:
+    """Returns zero points i8[..., groups] as they lie on the device."""
+    (columns, code), bits = _columns_of_zeros(grid, packs_integers), grid.bits_in_planes
+    if bits is not None and code == "uint8":
+        return pack_planes(zeros, bits, 1)
+    if columns == grid.num_groups:
+        return zeros.astype(ml_dtypes.int4) if code == "int4" else zeros
+    even = np.pad(zeros, [(0, 0)] * (zeros.ndim - 1) + [(0, 2 * columns - grid.num_groups)])
+    return pack_planes(even, 4, columns).view(np.int8)
+
+
 def abstract(
     assembly: Assembly, stored: Mapping[str, Stored], dtype: Any, *, packs_integers: bool = True
 ) -> jax.ShapeDtypeStruct | QuantizedArray | PackedBlocks:
@@ -363,7 +387,6 @@ def abstract(
     if isinstance(grid, Blocks):
         return PackedBlocks(jax.ShapeDtypeStruct((*outputs, grid.row_bytes), np.uint8), grid.type)
     is_packed, bits = grid.code in ("int4", FP4) and packs_integers, grid.bits_in_planes if packs_integers else None
-    of_groups = (*outputs, grid.num_groups)
     orders = (*assembly.shape[: assembly.num_stacked], inputs)
     if bits is not None:
         code, width = "uint8", inputs * bits // 8
@@ -371,9 +394,7 @@ def abstract(
         code, width = "uint8" if grid.code == FP4 else "int8", inputs // 2
     else:
         code, width = WHOLE_CODES.get(grid.code, grid.code), inputs
-    of_zeros, zero_code = of_groups, "int8"
-    if bits is not None and fit_planes(bits, grid.num_groups):
-        of_zeros, zero_code = (*outputs, grid.num_groups * bits // 8), "uint8"
+    zero_columns, zero_code = _columns_of_zeros(grid, packs_integers)
     of_scales = (*outputs[:-1], outputs[-1] // _outputs_per_scale(assembly, grid), grid.num_groups)
     scale_dtype = (DTYPES | INTEGERS | FLOAT8)[grid.scale_dtype]
     if scale_dtype == np.uint8 and grid.code == FP4 and not is_packed:
@@ -385,7 +406,7 @@ def abstract(
     return QuantizedArray(
         values=jax.ShapeDtypeStruct((*outputs, width), code),
         scales=jax.ShapeDtypeStruct(of_scales, scale_dtype),
-        zeros=jax.ShapeDtypeStruct(of_zeros, zero_code) if grid.has_zeros else None,
+        zeros=jax.ShapeDtypeStruct((*outputs, zero_columns), zero_code) if grid.has_zeros else None,
         order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
         multiplier=numbers(2) if grid.has_multiplier else None,
         input_range=numbers(3) if grid.activations is not None and not grid.activations.is_dynamic else None,

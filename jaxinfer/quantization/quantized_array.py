@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxinfer.quantization.activations import Activations
 from jaxinfer.quantization.planes import join_planes, split_planes, unpack_planes
-from kernels_pallas.quantized_matmul import pack_int4
+from kernels_pallas.quantized_matmul import pack_int4, whole_zeros
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
 LARGEST = {8: 127, 4: 7}
@@ -33,13 +33,14 @@ class QuantizedArray:
     all arrays are those of n layers [n, out..., ...], and the weights are this layer's: a kernel of a TPU reads them in
     the stack. Over a mesh it also needs the `sharding` of the stack. A `multiplier` of all scales, the sum of two
     numbers, lets them have 8 bits. With `activations` the product rounds its inputs to 8 bits too. With `bits`, the
-    integers of 2, 3, 5, 6 or 7 bits lie in planes (`pack_planes`), and so do zero points of u8. Where the last
-    axis of outputs is shorter in scales, neighbours share them.
+    integers of 2, 3, 5, 6 or 7 bits lie in planes (`pack_planes`), and so do zero points of u8. Those of 4 bits lie two
+    to a byte, or have a type of their own, as their numbers do. Where the last axis of outputs is shorter in scales,
+    neighbours share them.
     """
 
     values: Any  # i8 or f8_e4m3 [out..., in]; of 4 bits i4[out..., in] or i8[out..., in / 2], FP4 u8[out..., in / 2]
     scales: Any  # f[out..., groups], f8_e4m3 included, or u8: exponents of 2, less 127
-    zeros: Any = None  # i8[out..., groups], or u8 of planes; None: 0
+    zeros: Any = None  # i8 or i4[out..., groups]; packed i8[out..., groups / 2], rounded up, or u8 of planes; None: 0
     order: Any = None  # i32[in]; None: as they are
     multiplier: Any = None  # f32[1..., 2]; None: 1
     input_range: Any = None  # f32[1..., 3] of `round_rows`; None: they are not rounded, or by their own range
@@ -68,6 +69,12 @@ class QuantizedArray:
         # The first product is exact, so that it is no matter if the compiler fuses the sum with either.
         scales, (high, low) = self.scales.astype(jnp.float32), jnp.split(self.multiplier, 2, axis=-1)
         return replace(self, scales=scales * high + scales * low, multiplier=None)
+
+    def with_divided_zeros(self, num_parts: int) -> QuantizedArray:
+        """Returns the same weights with zero points of which that many equal parts of the groups share no byte."""
+        if self.zeros is None or self.zeros.shape[-1] % num_parts == 0:
+            return self
+        return replace(self, zeros=whole_zeros(self.zeros, self.scales.shape[-1]))
 
     def unpacked(self) -> QuantizedArray:
         """Returns the same weights with an i8 for each integer and zero point that lies in planes."""

@@ -12,7 +12,7 @@ from kernels_pallas.dispatch import call_best
 from kernels_pallas.grouped_matmul.gpu import grouped_matmul_gpu
 from kernels_pallas.grouped_matmul.reference import grouped_matmul_reference
 from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu
-from kernels_pallas.quantized_matmul.api import widths_of
+from kernels_pallas.quantized_matmul.api import fit_zeros, widths_of
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -52,7 +52,7 @@ def grouped_matmul(
       counts: i32[E] rows of each expert, R in all or fewer.
       scales: f[S, F, groups] in any floating type, or u8 as in `quantized_matmul`; or those [E, F, groups] of the E
         experts alone. None for weights in floating point.
-      zeros: i8 zero points in the shape of scales; None is 0.
+      zeros: zero points of the groups of scales, as in `quantized_matmul`; None is 0.
       first_expert: i32[] the first of the E experts in the stack; the kernel of a TPU reads them from there, the other
         implementations copy them. None is 0, for weights of E experts.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
@@ -87,7 +87,7 @@ def _check_arrays(rows, weights, counts, scales, zeros, first_expert) -> None:
             and groups > 0
             and D % groups == 0
             and (weights.shape[2] == D or (D // groups) % 2 == 0)
-            and (zeros is None or (zeros.shape == scales.shape and zeros.dtype == "int8"))
+            and (zeros is None or fit_zeros(zeros, weights, scales, D))
         )
     if not fits:
         parts = {"rows": rows, "weights": weights, "counts": counts, "scales": scales, "zeros": zeros}

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
-from kernels_pallas.quantized_matmul.gpu import numbers_of, scales_of_numbers
+from kernels_pallas.quantized_matmul.gpu import load_zeros, numbers_of, scales_of_numbers
 from kernels_pallas.quantized_matmul.reference import split_int4
 
 # Of float32, tensor cores multiply what `jax_default_matmul_precision` says, as in XLA's own products.
@@ -226,7 +226,7 @@ def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.
     product = out if block.groups == 1 else jnp.zeros(out.shape, jnp.float32)
     zeros = None
     if arrays.zeros is not None:
-        zeros = triton.load(arrays.zeros, (tile.expert, tile.channels, group), tile.is_channel).astype(jnp.float32)
+        zeros = load_zeros(arrays.zeros, (tile.expert, tile.channels), group, block.groups, tile.is_channel)
     for j, half in enumerate(split_int4(weights) if block.is_packed else (weights,)):
         inputs = group * block.group_size + j * block.span + columns
         x = triton.load(arrays.rows, (tile.rows[:, None], inputs[None]), tile.is_row[:, None] & is_column[None])

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.dispatch import call_best
 from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
-from kernels_pallas.quantized_matmul.reference import layer_of, quantized_matmul_reference
+from kernels_pallas.quantized_matmul.reference import layer_of, quantized_matmul_reference, whole_zeros
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
@@ -47,7 +47,8 @@ def quantized_matmul(
       weights: i8[F, D], i4[F, D], f8_e4m3[F, D], or as `pack_int4` lays out 4 bits: integers i8[F, D / 2], or numbers
         of FP4 (E2M1) u8[F, D / 2].
       scales: f[F, groups], in any floating type, or u8: exponents of 2, less 127 (E8M0).
-      zeros: i8[F, groups] zero points; None is 0.
+      zeros: i8[F, groups] zero points, or i4 beside weights i4; None is 0. Beside packed weights they may lie two to a
+        byte, i8[F, groups / 2], rounded up. The low half of byte j has that of group 2j, the high half the next one's.
       layer: i32[] the layer of a stack; the kernel of a TPU reads its weights there, the other implementations copy
         them. None if there is no stack.
       sharding: that of `weights` over the devices of a mesh, each of which multiplies by its own part. Their sums are
@@ -108,6 +109,8 @@ def _multiply_over_mesh(
             return own.reshape(*(1,) * channels, *a.shape[channels:-1], -1)
 
         scales, zeros = jax.tree.map(split_own, (scales, zeros))
+    elif zeros is not None and zeros.shape[-1] % num_parts:  # two devices would share a byte
+        zeros = whole_zeros(zeros, groups)
 
     def multiply_own(x: jax.Array, weights: jax.Array, *others: jax.Array | None) -> jax.Array:
         y = multiply((x, weights, *others)).reshape(T, *weights.shape[channels:-1])
@@ -135,6 +138,14 @@ def widths_of(dtype: Any, num_inputs: int) -> tuple[int, ...]:
     return widths.get(jnp.dtype(dtype).name, ())
 
 
+def fit_zeros(zeros: jax.Array, weights: jax.Array, scales: jax.Array, num_inputs: int) -> bool:
+    """True if zero points fit weights [..., in] of `num_inputs` inputs, and their scales."""
+    *outputs, groups = scales.shape
+    columns = (groups, -(-groups // 2)) if weights.shape[-1] < num_inputs else (groups,)
+    is_integer = zeros.dtype == "int8" or zeros.dtype == weights.dtype == "int4"
+    return is_integer and zeros.shape in [(*outputs, count) for count in columns]
+
+
 def _check_shapes(x, weights, scales, zeros, layer) -> None:
     D, groups = x.shape[-1], scales.shape[-1]
     of_layer = None if layer is None else (1, *weights.shape[1:-1], groups)
@@ -147,7 +158,7 @@ def _check_shapes(x, weights, scales, zeros, layer) -> None:
         and groups > 0
         and D % groups == 0
         and (weights.shape[-1] == D or (D // groups) % 2 == 0)
-        and (zeros is None or (zeros.shape == scales.shape and zeros.dtype == "int8"))
+        and (zeros is None or fit_zeros(zeros, weights, scales, D))
     )
     if not fits:
         parts = {"x": x, "weights": weights, "scales": scales, "zeros": zeros}

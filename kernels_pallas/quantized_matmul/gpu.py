@@ -172,7 +172,7 @@ def _multiply_block(
     parts = split_int4(weights) if is_packed else (weights,)
     zeros = None
     if arrays.zeros is not None:
-        zeros = triton.load(arrays.zeros, (channels, group), is_channel).astype(jnp.float32)
+        zeros = load_zeros(arrays.zeros, (channels,), group, groups, is_channel)
     product = jnp.zeros(out.shape, jnp.float32)
     for i, part in enumerate(parts):
         x = triton.load(
@@ -186,6 +186,14 @@ def _multiply_block(
         product = product + triton.dot(x, part.astype(x.dtype), transpose_b=True)
     scales = triton.load(arrays.scales, (channels, group), is_channel)
     return out + product * scales_of_numbers(scales, arrays.weights, has_fp8_bits)[None]
+
+
+def load_zeros(zeros: Any, places: tuple, group: Any, groups: int, mask: jax.Array) -> jax.Array:
+    """Returns the zero points f32 of a group at some places, of an array [..., groups] or two to a byte."""
+    if zeros.shape[-1] == groups:
+        return triton.load(zeros, (*places, group), mask).astype(jnp.float32)
+    low, high = split_int4(triton.load(zeros, (*places, group >> 1), mask))
+    return jnp.where(group & 1 == 0, low, high).astype(jnp.float32)
 
 
 def numbers_of(stored: jax.Array, weights: Any, has_fp8_bits: bool) -> jax.Array:

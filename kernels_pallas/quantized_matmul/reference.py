@@ -58,6 +58,13 @@ def wide_scales(weights: jax.Array, scales: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def whole_zeros(zeros: jax.Array | None, groups: int) -> jax.Array | None:
+    """Returns zero points [..., groups], an integer for each, of those that may lie two to a byte."""
+    if zeros is None or zeros.shape[-1] == groups:
+        return zeros
+    return jnp.stack(split_int4(zeros), axis=-1).reshape(*zeros.shape[:-1], -1)[..., :groups]
+
+
 def layer_of(stacks: Any, layer: jax.Array | None) -> Any:
     """Returns the arrays [F, ...] of a layer of stacks [n, F..., ...], in a tree; the arrays themselves for None.
 
@@ -114,6 +121,6 @@ def _centred(weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, num
     if weights.shape[1] < num_inputs:
         unpacked = unpack_int4(weights, num_inputs // groups)
         weights = doubled_fp4(unpacked) if weights.dtype == jnp.uint8 else unpacked
-    w = weights.reshape(F, groups, -1)
+    w, zeros = weights.reshape(F, groups, -1), whole_zeros(zeros, groups)
     # Differences of bytes need nine bits, and bfloat16 holds every integer up to 256.
     return w if zeros is None else w.astype(jnp.int16) - zeros.astype(jnp.int16)[..., None]

@@ -132,7 +132,7 @@ def product(
     x, weights = shape((T, D), jnp.bfloat16), shape((F, D * bits // 8), jnp.int8)
     weights = shape((F, D), jnp.float8_e4m3fn) if is_fp8 else weights
     scales = shape((F, D // group_size), jnp.bfloat16)
-    zeros = shape(scales.shape, jnp.int8) if has_zeros else None
+    zeros = shape((F, scales.shape[1] * bits // 8), jnp.int8) if has_zeros else None
 
     def plain(x, weights, scales, zeros):
         w = dequantize(weights, scales, zeros, D).astype(x.dtype)
@@ -178,7 +178,7 @@ def experts(
     if is_fp8:
         arguments["weights"] = shape((E, F, D), jnp.float8_e4m3fn)
     if has_zeros:
-        arguments["zeros"] = shape((E, F, D // group_size), jnp.int8)
+        arguments["zeros"] = shape((E, F, D // group_size // 2), jnp.int8)
     multiply = functools.partial(grouped_matmul, implementation="reference") if is_plain else grouped_matmul
     return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=() if is_plain else ("grouped_matmul",))
 

@@ -176,7 +176,7 @@ def product_case(
         "layer": ((), jnp.int32),
     }
     if has_zeros:
-        shapes["zeros"] = (shapes["scales"][0], jnp.int8)
+        shapes["zeros"] = (shapes["scales"][0], weights)
     arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
     return Case(jax.jit(quantized_matmul), on_mesh(arguments, mesh), kernels=("quantized_matmul",))
 

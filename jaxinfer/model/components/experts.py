@@ -197,9 +197,9 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         w, spec = getattr(params, name), getattr(specs, name)
         if not isinstance(w, QuantizedArray):
             continue
-        w = w.with_wide_scales().unpacked()
-        params = replace(params, **{name: w})
         n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
+        w = w.with_wide_scales().unpacked().with_divided_zeros(n)
+        params = replace(params, **{name: w})
         if w.order is not None or w.activations is not None:
             raise NotImplementedError(
                 "experts whose inputs have an order of their own (act-order), or 8 bits (W8A8), cannot be split over a"

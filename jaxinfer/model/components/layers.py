@@ -109,6 +109,8 @@ def _product_over_mesh(
     def own_part(x: jax.Array, w: Weights, count: jax.Array) -> jax.Array:
         return sum_over_devices(product(x, w, StepTokens(count, is_split=True)), axes, mesh)
 
+    if isinstance(w, QuantizedArray):
+        w = w.with_divided_zeros(num_parts(mesh, axes))
     specs = PartitionSpec(None, axes), of_weights, PartitionSpec()
     split = jax.shard_map(own_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     return split(x, w, tokens.count)
@@ -169,7 +171,7 @@ def _by_own_integers(
     *,
     is_split: bool,
 ) -> jax.Array:
-    """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales, zeros [F, groups]."""
+    """x wᵀ f32[T, F] for x [T, D], the parts of weights of F channels as `rows_by_integers` takes them."""
     is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
     if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8:
         # Compilers fuse the conversion of integers.

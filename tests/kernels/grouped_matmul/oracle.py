@@ -37,8 +37,8 @@ def make_call(
     """Returns the arguments of a call, and its result in float64.
 
     The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs. Those of
-    4 bits go two to a byte if `is_packed`. With zero points they are the numbers less those. FP4 has
-    scales that are powers of two.
+    4 bits go two to a byte if `is_packed`, and so do zero points, which are taken from them. FP4 has scales that are
+    powers of two.
     """
     generator, E, F, D = np.random.default_rng(0), len(counts), num_channels, num_inputs
     rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
@@ -62,9 +62,19 @@ def make_call(
         wide = integers.astype(int)
         if has_zeros:
             zeros = generator.integers(-high - 1, high, scales.shape, np.int8, endpoint=True)
-            call["zeros"], wide = jnp.asarray(zeros), wide - np.repeat(zeros.astype(int), size, axis=2)
+            wide = wide - np.repeat(zeros.astype(int), size, axis=2)
+            if bits == 4:
+                zeros = pack_pairs(zeros) if is_packed else zeros.astype("int4")
+            call["zeros"] = jnp.asarray(zeros)
         wide = wide * np.repeat(scales.astype(np.float64), size, axis=2)
     return call, product_by_expert(np.asarray(rows.astype(jnp.float32)), wide, counts)
+
+
+def pack_pairs(zeros: np.ndarray) -> np.ndarray:
+    """Returns zero points i8[..., n] of 4 bits two to a byte; a single one stays as it is."""
+    n = zeros.shape[-1]
+    padded = np.pad(zeros, [*[(0, 0)] * (zeros.ndim - 1), (0, n % 2)])
+    return zeros if n == 1 else (padded[..., ::2] & 15 | padded[..., 1::2] << 4).astype(np.int8)
 
 
 def _fp4_call(call: dict[str, Any], generator: np.random.Generator, size: int) -> tuple[dict[str, Any], np.ndarray]:

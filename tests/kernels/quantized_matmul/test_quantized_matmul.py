@@ -18,6 +18,7 @@ from kernels_pallas.quantized_matmul.reference import doubled_fp4, wide_scales
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 from kernels_pallas.tpu_products import lies_turned
 from kernels_pallas.triton import Target, floats_of_fp8
+from tests.kernels.grouped_matmul.oracle import pack_pairs
 from tests.unoptimised import UNOPTIMISED
 
 GENERATOR = np.random.default_rng(3)
@@ -25,7 +26,10 @@ multiply = jax.jit(quantized_matmul, static_argnames="implementation", compiler_
 
 
 def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32, seed=0, is_packed=True):
-    """Returns the arguments of a call and the product in float64; `is_packed` lays 4 bits two to a byte."""
+    """Returns the arguments of a call and the product in float64.
+
+    `is_packed` lays 4 bits two to a byte, zero points too; else they have a type of their own.
+    """
     generator = np.random.default_rng(seed)
     low, high = (-8, 7) if bits == 4 else (-128, 127)
     integers = generator.integers(low, high, (F, D), np.int8, endpoint=True)
@@ -36,6 +40,8 @@ def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32
     w = (integers - centres) * np.repeat(scales, group_size, axis=1)
     stored = pack_int4(jnp.asarray(integers), group_size) if bits == 4 and is_packed else jnp.asarray(integers)
     stored = stored.astype("int4") if bits == 4 and not is_packed else stored
+    if zeros is not None and bits == 4:
+        zeros = pack_pairs(zeros) if is_packed else zeros.astype("int4")
     call = (jnp.asarray(x, dtype), stored, jnp.asarray(scales), None if zeros is None else jnp.asarray(zeros))
     return call, x.astype(np.float64) @ w.T
 
@@ -46,9 +52,9 @@ def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32
     [(3, 70, 32, 8, False), (3, 70, 128, 4, True), (1, 64, 64, 8, True), (40, 24, 32, 4, False), (70, 24, 32, 4, True)],
 )
 def test_a_product_is_that_of_the_weights_the_integers_stand_for(T, F, group_size, bits, has_zeros, implementation):
-    call, expected = make_call(T, 256, F, group_size, bits=bits, has_zeros=has_zeros)
+    call, expected = make_call(T, 384, F, group_size, bits=bits, has_zeros=has_zeros)
 
-    # float32 sums of 256 terms of order 1/16.
+    # float32 sums of 384 terms of order 1/16.
     np.testing.assert_allclose(multiply(*call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -91,7 +97,7 @@ def put_in_stack(call, layer, num_layers, channels=None):
     is_layer = (jnp.arange(num_layers) == layer)[:, None, None]
     weights = jnp.where(is_layer, weights[None].astype("int8"), 1).astype(weights.dtype)
     scales = jnp.where(is_layer, scales[None], jnp.nan)
-    zeros = None if zeros is None else jnp.where(is_layer, zeros[None], 1)
+    zeros = None if zeros is None else jnp.where(is_layer, zeros[None].astype("int8"), 1).astype(zeros.dtype)
     stacks = {"weights": weights, "scales": scales, "zeros": zeros}
     stacks = jax.tree.map(lambda a: a.reshape(num_layers, *channels, a.shape[-1]), stacks)
     return {"x": x, **stacks, "layer": jnp.int32(layer)}
@@ -101,11 +107,13 @@ def put_in_stack(call, layer, num_layers, channels=None):
 @pytest.mark.parametrize(("bits", "group_size"), [(8, 128), (8, 32), (4, 32)])
 @pytest.mark.parametrize(("layer", "num_layers"), [(0, 1), (2, 3)])
 def test_a_layer_is_read_from_the_stack_of_several(layer, num_layers, bits, group_size, implementation):
-    call, expected = make_call(5, 256, 24, group_size, bits=bits, is_packed=implementation == "gpu_interpret")
+    is_packed = implementation == "gpu_interpret"
+    call, expected = make_call(5, 256, 24, group_size, bits=bits, has_zeros=True, is_packed=is_packed)
     stacked = put_in_stack(call, layer, num_layers, channels=(3, 8))
 
     out = multiply(**stacked, implementation=implementation)
-    by_own_scales = multiply(**{**stacked, "scales": call[2].reshape(1, 3, 8, -1)}, implementation=implementation)
+    own = {name: stacked[name][layer : layer + 1] for name in ("scales", "zeros")}
+    by_own_scales = multiply(**(stacked | own), implementation=implementation)
 
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(by_own_scales, out)
@@ -232,6 +240,7 @@ SHAPES = {"x": (2, 64), "weights": (8, 64), "scales": (8, 2), "zeros": (8, 2)}
         ("scales", (8, 3), "float32"),
         ("scales", (4, 2), "float32"),
         ("zeros", (8, 1), "int8"),
+        ("zeros", (8, 2), "int4"),
         ("zeros", (8, 2), "float32"),
         ("x", (2, 3, 64), "float32"),
     ],
