@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxinfer.quantization.activations import Activations
 from jaxinfer.quantization.planes import join_planes, split_planes, unpack_planes
-from kernels_pallas.quantized_matmul import pack_int4, whole_zeros
+from kernels_pallas.quantized_matmul import layer_of, pack_int4, whole_zeros
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
 LARGEST = {8: 127, 4: 7}
@@ -59,6 +59,10 @@ class QuantizedArray:
         """True if outputs share scales."""
         return self.scales is not None and self.scales.shape[-2] < self.values.shape[-2]
 
+    def alone(self) -> QuantizedArray:
+        """Returns the weights [F, in] of a layer taken out of its stack; without a stack the weights themselves."""
+        return layer_of(replace(self, layer=None, sharding=None), self.layer)
+
     def with_wide_scales(self) -> QuantizedArray:
         """Returns the same weights with a scale for each output; with a multiplier they are f32, and multiplied."""
         if self.has_shared_scales:
@@ -74,27 +78,26 @@ class QuantizedArray:
         """Returns the same weights with zero points of which that many equal parts of the groups share no byte."""
         if self.zeros is None or self.zeros.shape[-1] % num_parts == 0:
             return self
-        return replace(self, zeros=whole_zeros(self.zeros, self.scales.shape[-1]))
+        return replace(self, zeros=self.whole_zeros)
 
     def unpacked(self) -> QuantizedArray:
         """Returns the same weights with an i8 for each integer and zero point that lies in planes."""
         if self.bits is None:
             return self
         values = unpack_planes(self.values, self.bits, self.scales.shape[-1])
-        return replace(self, values=values, zeros=self._whole_zeros, bits=None)
+        return replace(self, values=values, zeros=self.whole_zeros, bits=None)
 
     def split(self) -> SplitPlanes:
         """Returns weights [F, in] in planes with a byte for the bits of each integer in each plane."""
         assert self.bits is not None
         planes = split_planes(self.values, self.bits, self.scales.shape[-1])
-        return SplitPlanes(planes, self.scales.astype(jnp.float32), self._whole_zeros, self.bits)
+        return SplitPlanes(planes, self.scales.astype(jnp.float32), self.whole_zeros, self.bits)
 
     @property
-    def _whole_zeros(self) -> Any:
-        """The zero points, an i8 for each, of weights in planes."""
-        assert self.bits is not None
-        if self.zeros is None or self.zeros.dtype != jnp.uint8:
-            return self.zeros
+    def whole_zeros(self) -> Any:
+        """The zero points, an integer for each."""
+        if self.bits is None or self.zeros is None or self.zeros.dtype != jnp.uint8:
+            return whole_zeros(self.zeros, self.scales.shape[-1])
         return unpack_planes(self.zeros, self.bits, 1)
 
 

@@ -17,6 +17,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.assembly import given_facts, refuse_over_processes
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE
+from tests.checkpoint.packing import WRITERS
 from tests.on_devices import ONE_THREAD_EACH, ROOT
 from tests.oracles import save_random_checkpoint
 
@@ -79,16 +80,46 @@ def results_of_one_and_two(*arguments: str) -> Any:
     return [json.loads(line) for line in (*one, *two)]
 
 
-CASES = {
-    "llama with drafts": ("llama", {"num_hidden_layers": 2}, ("4", "1", "speculation=ngram", "max_drafts=3")),
-    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_hidden_layers": 2}, ("2", "2")),
+# Whole groups of 32 inputs for each of four devices.
+GROUPS = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_key_value_heads": 4}
+LLAMA = {"num_hidden_layers": 2}
+GPT_OSS = {"num_local_experts": 4, "num_hidden_layers": 2}
+# The family, changes to it, the format that packs it and its options, devices by tensor and by experts, and settings.
+CASES: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[str, ...]]] = {
+    "llama with drafts, GPTQ in act-order": (
+        "llama",
+        {**LLAMA, **GROUPS},
+        "gptq",
+        {"is_symmetric": False, "has_order": True},
+        ("4", "1", "speculation=ngram", "max_drafts=3"),
+    ),
+    "gpt-oss in int8": ("gpt_oss", GPT_OSS, None, {}, ("2", "2", "quantization=int8")),
+}
+EXHAUSTIVE: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", LLAMA, None, {}, ("4", "1")),
+    "gpt-oss": ("gpt_oss", GPT_OSS, None, {}, ("2", "2")),
+    **{
+        f"llama in {writer} {options}": ("llama", {**LLAMA, **GROUPS}, writer, options, ("4", "1"))
+        for writer, options in (
+            ("gptq", {"bits": 3}),
+            ("gptq", {"bits": 8, "has_order": True}),
+            ("awq", {}),
+            ("fp8", {}),
+            ("fp8", {"block": None}),
+            ("compressed w8a8", {"is_dynamic": False, "is_symmetric": False}),
+            ("compressed floats", {"kind": "NVFP4A16"}),
+        )
+    },
+    "mixtral in int4": ("mixtral", {"num_local_experts": 4, **GROUPS}, None, {}, ("1", "4", "quantization=int4")),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE)])
 def test_two_processes_give_the_bits_of_one(case, tmp_path):
-    family, changes, settings = CASES[case]
+    family, changes, writer, options, settings = {**CASES, **EXHAUSTIVE}[case]
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
+    if writer is not None:
+        checkpoint = WRITERS[writer](checkpoint, tmp_path / "both", **options).path
 
     one, two = results_of_one_and_two("same bits", str(checkpoint), *settings)
 

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
-from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul
+from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul, split_groups
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_packed, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
@@ -62,8 +62,10 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
         return add_changes(y.reshape(x.shape[0], -1), x, w, tokens.adapters).reshape(y.shape)
     if isinstance(w, ObservedArray):
         return observe(product(x, w.base, tokens), x, w.moments)
-    if tokens is not None and (specs := _input_specs(w, x.shape[1], tokens.summing, input_units)) is not None:
-        return _product_over_mesh(x, w, tokens, *specs)
+    if tokens is not None and tokens.summing is not None and not isinstance(w, PackedBlocks):
+        axes = _summed_axes(w, x.shape[1], tokens.summing, input_units)
+        if axes is not None:
+            return _product_over_mesh(x, w, tokens, tokens.summing, axes)
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     is_split = tokens is not None and tokens.is_split
     if isinstance(w, QuantizedArray):
@@ -76,44 +78,49 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
     return y.reshape(x.shape[0], *outputs)
 
 
-def _input_specs(
-    w: Weights, num_inputs: int, mesh: Mesh | None, num_units: int
-) -> tuple[Mesh, tuple[str, ...], Any] | None:
-    """Returns a mesh, its axes that split the inputs of a product, and the specs of the weights.
+def _summed_axes(w: Weights, num_inputs: int, mesh: Mesh, num_units: int) -> tuple[str, ...] | None:
+    """Returns the axes of a mesh whose devices share the inputs of a product, and add their parts in their order.
 
-    None if nothing splits the inputs, or if parts of the weights are not products by themselves, as those of a group.
+    None if devices share no inputs, or if a sum in any order has the same bits. () if parts of the weights are no
+    products by themselves, because they cut a group of packed integers: then each device computes the whole product.
     """
-    if mesh is None or not num_units or (found := dividing_axes(num_units, mesh, HEADS_AXES)) is None:
+    axes = names_of(dividing_axes(num_units, mesh, HEADS_AXES)) if num_units else ()
+    if num_parts(mesh, axes) == 1:
         return None
-    axes, count = names_of(found), num_parts(mesh, found)
-    if count == 1:
+    if not isinstance(w, QuantizedArray):
+        return axes
+    if w.activations is not None:  # sums of integers
         return None
-    whole, split = (PartitionSpec(*(None,) * (len(w.shape) - 1), last) for last in (None, axes))
-    if isinstance(w, jax.Array):
-        return mesh, axes, split
-    if not isinstance(w, QuantizedArray) or (w.order, w.multiplier, w.activations, w.layer, w.bits) != (None,) * 5:
-        return None
-    groups = w.scales.shape[-1]
-    cuts_group = groups % count > 0 if groups > 1 else w.values.shape[-1] < num_inputs
-    if cuts_group:
-        return None
-    of_scales = whole if groups == 1 else split
-    return mesh, axes, QuantizedArray(split, of_scales, None if w.zeros is None else of_scales)
+    is_packed = w.values.shape[-1] < num_inputs
+    return names_of(dividing_axes(w.scales.shape[-1], mesh, axes)) if is_packed else axes
 
 
 def _product_over_mesh(
-    x: jax.Array, w: Weights, tokens: StepTokens, mesh: Mesh, axes: tuple[str, ...], of_weights: Any
+    x: jax.Array, w: jax.Array | QuantizedArray, tokens: StepTokens, mesh: Mesh, axes: tuple[str, ...]
 ) -> jax.Array:
     """Returns x wᵀ f32[T, out...] whole on every device: the sum of the devices' products by their own inputs."""
 
     def own_part(x: jax.Array, w: Weights, count: jax.Array) -> jax.Array:
-        return sum_over_devices(product(x, w, StepTokens(count, is_split=True)), axes, mesh)
+        y = product(x, w, StepTokens(count, is_split=True))
+        return sum_over_devices(y, axes, mesh) if axes else y
 
+    outputs, whole = w.shape[:-1], PartitionSpec()
     if isinstance(w, QuantizedArray):
-        w = w.with_divided_zeros(num_parts(mesh, axes))
-    specs = PartitionSpec(None, axes), of_weights, PartitionSpec()
-    split = jax.shard_map(own_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-    return split(x, w, tokens.count)
+        x, w = _in_order(x, w.alone().with_wide_scales())
+        count, of_groups = num_parts(mesh, axes), (w.scales, w.whole_zeros)
+        scales, zeros = jax.tree.map(lambda a: split_groups(a, x.shape[1], count), of_groups)
+        w = replace(w, scales=scales, zeros=zeros)
+    split = PartitionSpec(*(None,) * (len(w.shape) - 1), axes)
+    specs = PartitionSpec(None, axes), jax.tree.map(lambda _: split, w), whole
+    add_up = jax.shard_map(own_part, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)
+    return add_up(x, w, tokens.count).reshape(x.shape[0], *outputs)
+
+
+def _in_order(x: jax.Array, w: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    """Returns x [T, in] with its inputs in the order of the weights, and the weights without one."""
+    if w.order is None:
+        return x, w
+    return x[:, layer_of(w.order, w.layer).reshape(-1)], replace(w, order=None)
 
 
 def _quantized_product(
@@ -122,23 +129,12 @@ def _quantized_product(
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels; `is_split` as in `StepTokens`."""
     # In a shard_map each device has an array of its own, which XLA does not split.
     is_split = is_split and not jax.sharding.get_abstract_mesh().manual_axes
-    if w.order is not None:
-        x = x[:, layer_of(w.order, w.layer).reshape(-1)]
+    x, w = _in_order(x, w)
     is_whole = w.multiplier is None and w.activations is None and w.bits is None
     if w.layer is not None and w.has_shared_scales and is_whole:  # those of the layer alone
         w = replace(w, scales=jax.lax.dynamic_index_in_dim(w.scales, w.layer)).with_wide_scales()
-    if w.layer is not None and not is_whole:
-        parts = (w.values, w.scales, w.zeros, w.multiplier, w.input_range)
-        values, scales, zeros, multiplier, input_range = layer_of(parts, w.layer)
-        w = QuantizedArray(
-            values,
-            scales,
-            zeros,
-            multiplier=multiplier,
-            input_range=input_range,
-            activations=w.activations,
-            bits=w.bits,
-        )
+    if not is_whole:
+        w = w.alone()
     if w.layer is None:
         F, w = math.prod(w.shape[:-1]), w.with_wide_scales()
         values, scales, zeros = jax.tree.map(lambda a: a.reshape(F, -1), (w.values, w.scales, w.zeros))
