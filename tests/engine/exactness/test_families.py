@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,12 @@ IN_EVERY_RUN = {
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
+# The tests that compile most, for the families whose caches differ most. Every run also has drafts of deepseek_v3 in
+# `test_draft_layers.py`, and drafts beside windows and sinks in the kernel's `test_exact_bits.py`.
+OF_SOME = {
+    "test_a_loop_of_decode_steps_yields_the_same": ("gemma4_text", "qwen3_next"),
+    "test_no_draft_changes_a_bit": ("falcon_h1", "gemma4_text", "qwen3_next"),
+}
 RECURRENT = (
     *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
@@ -58,6 +65,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmo3": MIXED,
     "qwen2": WINDOW,
 }
+FEWER_LAYERS: dict[str, dict[str, Any]] = {
+    "falcon_h1": {"num_hidden_layers": 2},
+    "llama": {"num_hidden_layers": 2},
+    "qwen3_next": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+}
 SHARED = random_prompts(1, max_len=1, seed=5)[0] + list(range(20, 54))
 PROMPTS = [*random_prompts(12, max_len=40, seed=2), *(SHARED + tail for tail in random_prompts(8, max_len=9, seed=3))]
 MAX_TOKENS = np.random.default_rng(4).integers(4, 17, len(PROMPTS)).tolist()
@@ -70,18 +85,30 @@ PARAMS = [
 
 def test_the_families_of_every_run_are_known():
     assert IN_EVERY_RUN.keys() <= CONFIGS.keys()
+    for name, families in OF_SOME.items():
+        assert callable(globals()[name])
+        assert set(families) <= IN_EVERY_RUN.keys()
 
 
-@pytest.fixture(scope="module", params=exhaustive_but(CONFIGS, IN_EVERY_RUN))
+def pytest_generate_tests(metafunc):
+    if "family" in metafunc.fixturenames:
+        chosen = OF_SOME.get(metafunc.function.__name__, IN_EVERY_RUN)
+        metafunc.parametrize("family", exhaustive_but(CONFIGS, chosen), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def family(request) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def checkpoint(family, tmp_path_factory):
-    return save_random_checkpoint(
-        tmp_path_factory.mktemp(family), family, eos_token_id=EOS, **OVERRIDES.get(family, {})
-    )
+    return save_small_family(tmp_path_factory.mktemp(family), family)
+
+
+def save_small_family(path: Path, family: str) -> Path:
+    sizes = {**OVERRIDES.get(family, {}), **FEWER_LAYERS.get(family, {})}
+    return save_random_checkpoint(path, family, eos_token_id=EOS, **sizes)
 
 
 @pytest.fixture(scope="module")
