@@ -19,7 +19,7 @@ import jax
 import pytest
 
 from jaxinfer.device import describe_cpu
-from tests.memory_maps import are_memory_maps_short
+from tests.memory_maps import are_memory_maps_short, resident_bytes, return_free_memory
 
 # Compiled steps are not loaded from a folder that others can write to, which the umask may have it be.
 os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], mode=0o700, exist_ok=True)
@@ -48,8 +48,9 @@ NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
 # Files and folders that take 10 to 200 seconds each, most of it to compile: three quarters of the suite's time.
 SLOW = (
     *("batch_job/test_kill.py", "checkpoint/test_logits.py", "checkpoint/test_long_rope.py"),
-    *("hostile/test_errors.py", "test_docs.py"),
-    *("engine/exactness/test_families.py", "engine/exactness/test_parameters.py"),
+    *("checkpoint/test_packed.py", "hostile/test_errors.py", "parallel", "test_docs.py"),
+    *("engine/exactness/test_cache_dtypes.py", "engine/exactness/test_families.py"),
+    *("engine/exactness/test_parameters.py", "engine/whole/test_adapters.py"),
     *("engine/exactness/test_slice_on_tpu_kernels.py", "engine/exactness/test_sliding_window.py"),
     *("engine/execution/test_start_up.py", "engine/execution/test_warm_up.py", "engine/frontend/test_guard.py"),
     *("engine/speculation/test_draft_layers.py", "engine/speculation/test_speculation.py"),
@@ -67,14 +68,17 @@ SLOW = (
 )
 # Files that take 10 seconds or more of the rest: parallel runs begin with these and the slow ones.
 LONG = (
-    *("checkpoint/test_packed.py", "checkpoint/test_every_family.py", "checkpoint/test_wrong_values.py"),
-    *("engine/exactness/test_cache_dtypes.py", "engine/exactness/test_engine_exactness.py"),
-    *("engine/exactness/test_host_errors.py", "engine/exactness/test_llm_against_transformers.py"),
+    *("checkpoint/test_every_family.py", "checkpoint/test_wrong_values.py"),
+    *("engine/exactness/test_engine_exactness.py", "engine/exactness/test_host_errors.py"),
+    *("engine/exactness/test_llm_against_transformers.py",),
     *("engine/exactness/test_quantization.py", "engine/frontend/test_saved_requests.py"),
     *("engine/scheduling/test_freed_requests.py", "engine/test_engine_thread.py", "engine/whole/test_agreement.py"),
     *("engine/whole/test_endless_requests.py", "engine/whole/test_sampling_log_probs_of_requests.py"),
     *("hostile/test_sequences.py", "serve", "steps/test_steps.py", "steps/test_trees.py"),
 )
+# The bytes that a process may have beside those that were left when it last dropped its compiled functions.
+MAX_GROWTH = 2 * 2**30
+KEPT_BYTES = pytest.StashKey[int]()
 
 
 def is_listed(path, listed):
@@ -117,11 +121,17 @@ def pytest_sessionstart(session):
 
 def pytest_runtest_teardown(item, nextitem):
     is_last_of_file = nextitem is not None and nextitem.path != item.path
-    if (is_last_of_file or item.get_closest_marker("exhaustive")) and are_memory_maps_short():
+    if not is_last_of_file and not item.get_closest_marker("exhaustive"):
+        return
+    return_free_memory()
+    has_grown = is_last_of_file and resident_bytes() > item.session.stash.setdefault(KEPT_BYTES, 0) + MAX_GROWTH
+    if has_grown or are_memory_maps_short():
         from tests.on_demand import clear_compiled
 
         jax.clear_caches()
         clear_compiled()
+        return_free_memory()
+        item.session.stash[KEPT_BYTES] = resident_bytes()
 
 
 def pytest_addoption(parser):
