@@ -19,7 +19,7 @@ from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.huggingface import read_json, read_settings, require_fitting_tensors, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.checkpoint.stored import Stored
-from jaxinfer.model.adapted_params import Slots, adapted_weights, slots_of
+from jaxinfer.model.adapted_params import Adapter, Slots, adapted_weights, slots_of
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.validation import is_int, is_real, shown
@@ -46,15 +46,6 @@ WAYS_OUT = {
     "trainable_token_indices": "the embedding has no slots; merge the adapter into the model by merge_and_unload",
 }
 MERGE = "merge the adapter into the model by merge_and_unload"
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter as one slot of a model takes it; on the host."""
-
-    # (down [n, in, r], up [n, r, out], gain [n, out]) for each weight, zeros for those that it leaves alone
-    tensors: Slots
-    digest: str  # of the numbers, their places and the rank of the slots
 
 
 def read_adapter(
@@ -90,7 +81,8 @@ def read_adapter(
         scales = {whole[name]: scaling.of(name, pair["A"].shape[0]) for name, pair in pairs.items()}
         pairs = {whole[name]: pair for name, pair in pairs.items()}
         weights = _read_weights(checkpoint, config, places) if scaling.sets_lengths else {}
-        return _place(pairs, places, scales, weights, config, max_rank=max_rank, dtype=np.dtype(dtype))
+        tensors, digest = _place(pairs, places, scales, weights, config, max_rank=max_rank, dtype=np.dtype(dtype))
+        return Adapter(tensors, digest, str(path_or_id))
     except ValueError as error:
         raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
 
@@ -262,7 +254,7 @@ def _place(
     *,
     max_rank: int,
     dtype: np.dtype,
-) -> Adapter:
+) -> tuple[Slots, str]:
     specs, structure = jax.tree.flatten(adapted_weights(config), is_leaf=lambda node: isinstance(node, TensorSpec))
     # Slots of another rank add up a change in another order, so that a token's last bits differ.
     digest = blake2b(f"slots of rank {max_rank}".encode(), digest_size=DIGEST_BYTES)
@@ -289,7 +281,7 @@ def _place(
             tensors[place.index][1][place.layer, :rank] = own.T
             tensors[place.index][2][place.layer] = place.assembly.of_groups(1).view(gain[:, None]).reshape(-1)
     leaves = [tuple(own) for own in tensors]
-    return Adapter(jax.tree.unflatten(structure, leaves), digest.hexdigest())
+    return jax.tree.unflatten(structure, leaves), digest.hexdigest()
 
 
 def _check(

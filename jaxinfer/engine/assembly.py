@@ -25,6 +25,7 @@ from jaxinfer.checkpoint import (
     read_sampling_defaults,
     require_fitting_tensors,
 )
+from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.checkpoint.huggingface import read_headers
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
@@ -179,7 +180,8 @@ def _connect_parts(
     if hosts is not None:
         hosts.agree({"model": repr(model_config), "EngineConfig, with the limits of the devices": repr(config)})
         if hosts.index > 0:
-            runners[0].follow()
+            own = {"max_rank": config.max_adapter_rank, "dtype": warm_ups[0].model.params.final_norm.dtype}
+            runners[0].follow(partial(read_adapter, checkpoint=path, config=model_config, **own))
             hosts.wait_for_end()
             raise SystemExit(0)
     if config.num_prefill_replicas:
@@ -197,7 +199,6 @@ def refuse_over_processes(config: EngineConfig, speculation: Any) -> None:
     refused = {
         "host_cache_bytes": (config.host_cache_bytes, "no process has whole pages"),
         "disk_cache_path": (config.disk_cache_path, "no process has whole pages"),
-        "max_adapters": (config.max_adapters or None, "adapters are loaded into one process"),
     }
     for name, (value, reason) in refused.items():
         if value is not None:

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import jax
 
 from jaxinfer.checkpoint import resolve_checkpoint
-from jaxinfer.checkpoint.adapters import Adapter, read_adapter
+from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
 from jaxinfer.engine.agreement import Agreement, agreement
@@ -42,6 +42,7 @@ from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
+from jaxinfer.model.adapted_params import Adapter
 from jaxinfer.model.params import Params, fit_params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.answers.answers import Answers
@@ -371,7 +372,7 @@ class Engine:
         adapters = self._admission.adapters
         loaded = adapters.choose(checked_adapter_name(name), adapter.digest)
         for runner in self._runners:
-            runner.insert_adapter(loaded.slot, adapter.tensors)
+            runner.insert_adapter(loaded.slot, adapter)
         adapters.put(loaded)
 
     def unload_adapter(self, name: str) -> None:

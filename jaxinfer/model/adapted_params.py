@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,16 @@ from jaxinfer.quantization import PACKED
 
 # A tree like `Params` with (down, up, gain) of an `AdaptedArray` for each weight that adapters may change.
 Slots = Any
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as one slot of a model takes it; on the host."""
+
+    # (down [n, in, r], up [n, r, out], gain [n, out]) for each weight, zeros for those that it leaves alone
+    tensors: Slots
+    digest: str  # of the numbers, their places and the rank of the slots
+    source: str  # the folder or id of the Hub that it was read from, as it was given
 
 
 def adapted_weights(config: ModelConfig) -> Params:

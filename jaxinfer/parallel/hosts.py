@@ -5,7 +5,8 @@
     process 1              record 7 · launch 7 · wait · record 8 · ...
 
 A record has a number, the executable, a digest and the arguments of one launch, arrays that have not changed since the
-executable's last launch left out. So no process but the first decides anything, and clocks may differ.
+executable's last launch left out. So no process but the first decides anything, and clocks may differ. An adapter's
+record has its folder: each process reads it by itself, and all compare its digest before they write it into a slot.
 
 Each process also has a thread that writes its state to the store every second and reads those of the others. If one
 has failed, or has not written for `DEAD_SECONDS`, the thread names it on standard error and ends its own process.

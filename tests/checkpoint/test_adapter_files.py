@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxinfer.checkpoint import load_params, read_config
-from jaxinfer.checkpoint.adapters import Adapter, read_adapter
-from jaxinfer.model.adapted_params import adapted_weights
+from jaxinfer.checkpoint.adapters import read_adapter
+from jaxinfer.model.adapted_params import Adapter, adapted_weights
 from jaxinfer.model.components.layers import TensorSpec
 from tests.adapters import linear_modules, merge, save_adapter
 from tests.oracles import save_random_checkpoint

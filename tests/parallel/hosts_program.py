@@ -52,6 +52,14 @@ def same_bits(checkpoint: str, tensor: str, experts: str, *settings: str) -> dic
         pass
     llm.fork(request_id, seed=5)  # copies the last page
     forked = engine_program.finish(llm)
+    if llm.engine_config.max_adapters:
+        adapter = Path(checkpoint).parent / "adapter"
+        if jax.process_count() > 1:
+            changed = replace(llm._engine.read_adapter(adapter), digest="another")
+            with pytest.raises(ValueError, match="process 1 has another adapter"):
+                llm._engine.load_adapter("changed", changed)
+        llm.load_adapter("changed", adapter)
+        together += llm.generate(prompts, params, adapter="changed", show_progress=False)
     embedded = llm.embed(PROMPTS, pooling="mean", show_progress=False)
     results = {
         "bits": list(map(bits, together)),

@@ -20,6 +20,7 @@ from jaxinfer.parallel.placement import DEFAULT_DEVICE
 from tests.checkpoint.packing import WRITERS
 from tests.on_devices import ONE_THREAD_EACH, ROOT
 from tests.oracles import save_random_checkpoint
+from tests.parallel.engine_program import save_adapter
 
 # A hang is the usual way in which such programs fail.
 MAX_SECONDS = 600
@@ -86,12 +87,12 @@ LLAMA = {"num_hidden_layers": 2}
 GPT_OSS = {"num_local_experts": 4, "num_hidden_layers": 2}
 # The family, changes to it, the format that packs it and its options, devices by tensor and by experts, and settings.
 CASES: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[str, ...]]] = {
-    "llama with drafts, GPTQ in act-order": (
+    "llama with drafts and adapters, GPTQ in act-order": (
         "llama",
         {**LLAMA, **GROUPS},
         "gptq",
         {"is_symmetric": False, "has_order": True},
-        ("4", "1", "speculation=ngram", "max_drafts=3"),
+        ("4", "1", "speculation=ngram", "max_drafts=3", "max_adapters=1", "max_adapter_rank=4"),
     ),
     "gpt-oss in int8": ("gpt_oss", GPT_OSS, None, {}, ("2", "2", "quantization=int8")),
 }
@@ -118,6 +119,9 @@ EXHAUSTIVE: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tup
 def test_two_processes_give_the_bits_of_one(case, tmp_path):
     family, changes, writer, options, settings = {**CASES, **EXHAUSTIVE}[case]
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
+    if "max_adapters=1" in settings:
+        (tmp_path / "both" / "adapter").mkdir(parents=True)
+        save_adapter(str(checkpoint), tmp_path / "both" / "adapter")
     if writer is not None:
         checkpoint = WRITERS[writer](checkpoint, tmp_path / "both", **options).path
 
@@ -211,7 +215,6 @@ def test_processes_compare_the_files_that_an_engine_reads(tmp_path):
     [
         ("host_cache_bytes", {"host_cache_bytes": 2**20}, None),
         ("disk_cache_path", {"host_cache_bytes": None, "disk_cache_path": "x", "disk_cache_bytes": 2**20}, None),
-        ("max_adapters", {"max_adapters": 1}, None),
         ("speculation='mtp'", {}, "mtp"),
         ("speculation='some/model'", {}, "some/model"),
     ],

@@ -21,7 +21,7 @@ from jaxinfer.engine.execution.warm_up import WarmUp
 from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
-from jaxinfer.model.adapted_params import Slots, insert_adapter, with_slots
+from jaxinfer.model.adapted_params import Adapter, Slots, insert_adapter, with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
@@ -29,6 +29,7 @@ from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.sampling.batch import SamplingBatch
 
 T = TypeVar("T")
+MAX_SOURCE_BYTES = 4096  # of the folder or id of an adapter that several processes read; Linux has no longer paths
 
 
 class Runner:
@@ -65,7 +66,8 @@ class Runner:
         self._cache = placement.init_cache(compiler.model_config, warm_up.cache_config)
         self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}  # of the hosts' executables
         if hosts is not None:
-            hosts.begin([*compiler.host_arguments, *self._copies_of_pages])
+            adapter = np.int32(0), np.zeros((MAX_SOURCE_BYTES,), np.uint8)
+            hosts.begin([*compiler.host_arguments, *self._copies_of_pages, adapter])
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
@@ -83,8 +85,36 @@ class Runner:
             self._base_params = replaced(old, params)
             self._join_adapters()
 
-    def insert_adapter(self, slot: int, tensors: Slots) -> None:
-        """Writes an adapter's tensors into a slot, behind all launched steps; waits until it is there."""
+    def insert_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Writes an adapter's tensors into a slot, behind all launched steps; waits until it is there.
+
+        Of several processes each reads it by itself. Raises ValueError, and changes nothing, if another one has not
+        found the same numbers.
+        """
+        if self._hosts is not None:
+            source = adapter.source.encode()
+            if len(source) > MAX_SOURCE_BYTES:
+                raise ValueError(f"path has {len(source)} bytes, more than {MAX_SOURCE_BYTES}; give a shorter one")
+            padded = np.frombuffer(source.ljust(MAX_SOURCE_BYTES, b"\0"), np.uint8)
+            self._tell(len(self.buckets) + len(self._copies_of_pages), (np.int32(slot), padded))
+            self._hosts.agree({f"adapter {adapter.source!r}": adapter.digest})
+        self._write_adapter(slot, adapter.tensors)
+
+    def _follow_adapter(self, read_adapter: Callable[[str], Adapter], slot: np.ndarray, source: np.ndarray) -> None:
+        """Reads and writes an adapter as process 0 does, or does nothing if any process has not found its numbers."""
+        assert self._hosts is not None
+        path, adapter = source.tobytes().rstrip(b"\0").decode(), None
+        try:
+            adapter = read_adapter(path)
+            found = adapter.digest
+        except (ValueError, OSError) as error:
+            found = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(ValueError):  # process 0 raises it for the caller
+            self._hosts.agree({f"adapter {path!r}": found})
+            if adapter is not None:
+                self._write_adapter(int(slot), adapter.tensors)
+
+    def _write_adapter(self, slot: int, tensors: Slots) -> None:
         assert self._adapters is not None
         placed = self._adapters.place(slot, tensors)
         with self._reported_failures():
@@ -171,12 +201,14 @@ class Runner:
             result, self._cache = compute(self._cache)
             return result
 
-    def follow(self) -> None:
+    def follow(self, read_adapter: Callable[[str], Adapter]) -> None:
         """Makes the launches of process 0, in their order, until it closes its engine."""
         assert self._hosts is not None
         steps, logits = self.compiled_steps, None
         for number, arguments in self._hosts.launches():
-            if number >= len(self.buckets):
+            if number == len(self.buckets) + len(self._copies_of_pages):
+                self._follow_adapter(read_adapter, *arguments)
+            elif number >= len(self.buckets):
                 self._cache = self._change_of(number - len(self.buckets), arguments)(self._cache)
             elif (bucket := self.buckets[number]).is_draw:
                 _, self._drawn = steps.of(bucket)(self._cache, self._drawn, *arguments, logits)
