@@ -18,6 +18,7 @@ import hypothesis
 import jax
 import pytest
 
+from jaxinfer.config import Parallelism
 from jaxinfer.device import describe_cpu
 from tests.memory_maps import are_memory_maps_short, resident_bytes, return_free_memory
 
@@ -138,6 +139,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--tpu-kernels", action="store_true", help="attention by the TPU kernels in Pallas' interpreter: tests/engine"
     )
+    parser.addoption(
+        "--mesh", metavar="TENSORxEXPERTS", help="split the models of tests/engine over devices; see on_devices.py"
+    )
 
 
 def pytest_configure(config):
@@ -147,3 +151,8 @@ def pytest_configure(config):
 
         SIZES.update({"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1})
         interpret_tpu_kernels(pytest.MonkeyPatch())
+    if mesh := config.getoption("--mesh"):
+        from tests.engine.engines import SMALL
+
+        tensor, experts = map(int, mesh.split("x"))
+        SMALL["parallelism"] = Parallelism(tensor=tensor, experts=experts)

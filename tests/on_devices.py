@@ -21,5 +21,5 @@ def run_on_devices(num_devices: int, *arguments: str) -> str:
     }
     command = [sys.executable, *arguments]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run.stdout

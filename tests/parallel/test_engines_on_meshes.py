@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.packing import WRITERS
+from tests.engine.exactness.test_families import OVERRIDES
 from tests.on_devices import ROOT, run_on_devices
 from tests.oracles import save_random_checkpoint
 
@@ -33,6 +35,17 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
 }
 
 
+# One family for each kind of mixer, and its devices by tensor and by experts.
+MESHES = [
+    *((family, tensor, 1) for family in ("llama", "gemma3_text") for tensor in (2, 4, 8)),
+    *(
+        (family, 2, experts)
+        for family in ("gpt_oss", "deepseek_v3", "granitemoehybrid", "qwen3_next")
+        for experts in (1, 2, 4)
+    ),
+]
+
+
 def run_program(num_devices: int, *arguments: str) -> Any:
     output = run_on_devices(num_devices, "-m", "tests.parallel.engine_program", *arguments)
     return json.loads(output.splitlines()[-1])
@@ -53,6 +66,23 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in
     count = tensor * experts
     assert results["held"] == [results["planned"]] * count + [0] * (num_devices - count)
     assert results["planned"] < results["whole"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "tensor", "experts"), MESHES)
+def test_every_column_of_the_families_is_exact_on_a_mesh(family, tensor, experts, tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **OVERRIDES[family])
+    sizes, count = (str(tensor), str(experts)), tensor * experts
+
+    results = run_program(count, "same engine", str(checkpoint), *sizes)
+    # Other than these, `jaxinfer.log_probs` computes on one device here.
+    chosen = ("-m", "exhaustive or not exhaustive", "-k", f"{family} and not log_probabilities")
+    program = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--mesh", "x".join(sizes))
+    report = run_on_devices(count, *program, *chosen, "tests/engine/exactness/test_families.py")
+
+    assert results["tokens"] == results["one"]
+    assert results["bits"] == results["alone"]
+    assert re.search(r"^9 passed, \d+ deselected", report, re.MULTILINE)
 
 
 def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):

@@ -56,14 +56,18 @@ RECURRENT = (
 )
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+# Heads and experts that meshes of tests/parallel share.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 2},
-    "gemma3_text": MIXED,
+    "gemma3_text": {"num_attention_heads": 8, **MIXED},
     "glm4_moe": {"n_group": 4, "topk_group": 2},
-    "gpt_oss": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2, "num_local_experts": 8},
+    "granitemoehybrid": {"num_local_experts": 8},
+    "llama": {"num_attention_heads": 8},
     "mistral": {"sliding_window": 11},
     "olmo3": MIXED,
     "qwen2": WINDOW,
+    "qwen3_next": {"num_experts": 8},
 }
 FEWER_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"num_hidden_layers": 2},
