@@ -228,7 +228,7 @@ def poison_cache(llm: LLM) -> None:
     """Poisons every slot of the cache: whatever reads a slot that was not written shows it. No prefix is left."""
     forget_prefixes(llm)
     runner = runner_of(llm)
-    runner._cache = jax.tree.map(poisoned, runner._cache)
+    runner._cache = jax.tree.map(lambda pool: jax.device_put(poisoned(pool), pool.sharding), runner._cache)
 
 
 def num_preemptions(llm: LLM) -> int:

@@ -77,7 +77,7 @@ def test_every_column_of_the_families_is_exact_on_a_mesh(family, tensor, experts
     results = run_program(count, "same engine", str(checkpoint), *sizes)
     # Other than these, `jaxinfer.log_probs` computes on one device here.
     chosen = ("-m", "exhaustive or not exhaustive", "-k", f"{family} and not log_probabilities")
-    program = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--mesh", "x".join(sizes))
+    program = ("-m", "pytest", "-p", "no:cacheprovider", "--mesh", "x".join(sizes))
     report = run_on_devices(count, *program, *chosen, "tests/engine/exactness/test_families.py")
 
     assert results["tokens"] == results["one"]
