@@ -16,22 +16,26 @@ from tests.engine.exactness.test_families import OVERRIDES
 from tests.on_devices import ROOT, run_on_devices
 from tests.oracles import save_random_checkpoint
 
+NUM_DEVICES = 4  # of every process that needs no more: then processes share compiled steps on disk
+TWO_LAYERS = {"num_hidden_layers": 2}
 EXPERTS = {"num_local_experts": 4}
 # One KV head and an odd vocabulary: devices share neither without copies and padding.
 ODD = {"num_key_value_heads": 1, "vocab_size": 97}
+WINDOW_AND_NONE = {"layer_types": ["sliding_attention", "full_attention"], **TWO_LAYERS}
+STATES_AND_ATTENTION = {"layer_types": ["linear_attention", "full_attention"], **TWO_LAYERS}
 # The family, changes to it, its devices by tensor and by experts, and settings of its engine.
 CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
-    "llama with n-grams": ("llama", {}, 2, 1, ("speculation=ngram", "max_drafts=3")),
-    "llama over four in loops": ("llama", {"vocab_size": 97}, 4, 1, ("decode_loop_steps=3",)),
-    "qwen 2.5 over eight": ("qwen2", {"num_attention_heads": 8, "num_hidden_layers": 2, **ODD}, 8, 1, ()),
-    "llama with adapters": ("llama", {"num_hidden_layers": 2, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
-    "gemma 3 in int8": ("gemma3_text", ODD, 4, 1, ("quantization=int8",)),
+    "llama with n-grams": ("llama", TWO_LAYERS, 2, 1, ("speculation=ngram", "max_drafts=3")),
+    "llama over four in loops": ("llama", {"vocab_size": 97, **TWO_LAYERS}, 4, 1, ("decode_loop_steps=3",)),
+    "qwen 2.5 over eight": ("qwen2", {"num_attention_heads": 8, **TWO_LAYERS, **ODD}, 8, 1, ()),
+    "llama with adapters": ("llama", {**TWO_LAYERS, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
+    "gemma 3 in int8": ("gemma3_text", {**WINDOW_AND_NONE, **ODD}, 4, 1, ("quantization=int8",)),
     # All eight share the heads, with copies of both KV heads, and two of them each expert.
-    "gpt-oss over eight": ("gpt_oss", {"num_attention_heads": 8, "vocab_size": 97, **EXPERTS}, 2, 4, ()),
-    "deepseek": ("deepseek_v3", {}, 2, 2, ()),
+    "gpt-oss over eight": ("gpt_oss", {"num_attention_heads": 8, "vocab_size": 97, **TWO_LAYERS, **EXPERTS}, 2, 4, ()),
+    "deepseek": ("deepseek_v3", TWO_LAYERS, 2, 2, ()),
     # Each device has one expert.
-    "granite hybrid": ("granitemoehybrid", EXPERTS, 1, 4, ()),
-    "qwen3-next": ("qwen3_next", {}, 2, 2, ()),
+    "granite hybrid": ("granitemoehybrid", {**STATES_AND_ATTENTION, **EXPERTS}, 1, 4, ()),
+    "qwen3-next": ("qwen3_next", STATES_AND_ATTENTION, 2, 2, ()),
 }
 
 
@@ -56,7 +60,7 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in
     family, changes, tensor, experts, settings = CASES[case]
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
 
-    num_devices = max(4, tensor * experts)
+    num_devices = max(NUM_DEVICES, tensor * experts)
     results = run_program(num_devices, "same engine", str(checkpoint), str(tensor), str(experts), *settings)
 
     assert results["tokens"] == results["one"]
@@ -86,22 +90,22 @@ def test_every_column_of_the_families_is_exact_on_a_mesh(family, tensor, experts
 
 
 def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):
-    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, **ODD}
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, **TWO_LAYERS, **ODD}
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
     packed = WRITERS["gptq"](checkpoint, tmp_path / "both", is_symmetric=False, has_order=True)
 
-    results = run_program(2, "same engine", str(packed.path), "2", "1")
+    results = run_program(NUM_DEVICES, "same engine", str(packed.path), "2", "1")
 
     assert results["tokens"] == results["one"]
     assert results["bits"] == results["alone"]
-    assert results["held"] == [results["planned"]] * 2
+    assert results["held"] == [results["planned"]] * 2 + [0] * (NUM_DEVICES - 2)
     assert results["planned"] < results["whole"]
 
 
 def test_drafts_of_devices_change_no_bit_on_a_mesh(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=2)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
 
-    results = run_program(2, "drafters", str(checkpoint))
+    results = run_program(NUM_DEVICES, "drafters", str(checkpoint))
 
     counts = results.pop("drafts")
     assert counts.pop("none") == 0
@@ -114,7 +118,7 @@ def test_a_mesh_answers_requests_of_all_kinds_as_one_device_does(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1, **ODD)
     changed = save_random_checkpoint(tmp_path / "changed", "llama", num_hidden_layers=1, seed=1, **ODD)
 
-    results = run_program(4, "requests", str(checkpoint), str(changed))
+    results = run_program(NUM_DEVICES, "requests", str(checkpoint), str(changed))
 
     one, mesh = results["one device"], results["mesh"]
     assert mesh["beams"] == one["beams"]
@@ -126,9 +130,9 @@ def test_a_mesh_answers_requests_of_all_kinds_as_one_device_does(tmp_path):
 
 
 def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ODD)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS, **ODD)
 
-    results = run_program(2, "branches", str(checkpoint), str(tmp_path))
+    results = run_program(NUM_DEVICES, "branches", str(checkpoint), str(tmp_path))
 
     assert results["here"] == results["undisturbed"]
     assert results["forked"] == len(results["tokens"])
@@ -141,9 +145,9 @@ def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_two_replicas_give_the_bits_of_one_engine_together_and_apart(tensor, tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
 
-    results = run_program(2 * tensor, "replicas", str(checkpoint), str(tensor))
+    results = run_program(NUM_DEVICES, "replicas", str(checkpoint), str(tensor))
 
     one = results.pop("one")
     assert (one["plans"], one["preemptions"] > 0) == (0, True)
@@ -157,12 +161,10 @@ def test_two_replicas_give_the_bits_of_one_engine_together_and_apart(tensor, tmp
 
 @pytest.mark.parametrize(("family", "settings"), [("granitemoehybrid", ()), ("gemma3_text", ("cache_dtype=int8",))])
 def test_states_windows_and_rounded_caches_are_handed_over_and_damage_is_mended(family, settings, tmp_path):
-    sizes: dict[str, Any] = (
-        {"layer_types": ["linear_attention", "full_attention"]} if family == "granitemoehybrid" else {}
-    )
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, num_hidden_layers=2, **sizes)
+    sizes: dict[str, Any] = STATES_AND_ATTENTION if family == "granitemoehybrid" else TWO_LAYERS
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **sizes)
 
-    results = run_program(2, "hand-over", str(checkpoint), *settings)
+    results = run_program(NUM_DEVICES, "hand-over", str(checkpoint), *settings)
 
     assert results["apart"] == results["one"]
     assert results["damaged"] > 5
@@ -170,27 +172,27 @@ def test_states_windows_and_rounded_caches_are_handed_over_and_damage_is_mended(
 
 
 def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
 
-    results = run_program(2, "replica verbs", str(checkpoint), str(tmp_path))
+    results = run_program(NUM_DEVICES, "replica verbs", str(checkpoint), str(tmp_path))
 
     assert [own.pop("tracks") for own in results.values()] == [[0], [0, 1], [0, 1]]
     assert results["two"] == results["apart"] == results["one"]
 
 
 def test_a_replica_that_fails_ends_every_request_with_its_error(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
 
-    errors = run_program(2, "failing replica", str(checkpoint))["errors"]
+    errors = run_program(NUM_DEVICES, "failing replica", str(checkpoint))["errors"]
 
     assert len(errors) == 4 * 3 + 1
     assert all("has failed (RuntimeError: the device is lost); make a new one" in error for error in errors)
 
 
 def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
 
-    results = run_program(2, "warm start", str(checkpoint), str(tmp_path / "steps"))
+    results = run_program(NUM_DEVICES, "warm start", str(checkpoint), str(tmp_path / "steps"))
 
     assert results["first"] > 0
     assert results["second"] == results["first"]
@@ -199,9 +201,9 @@ def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path
 
 
 def test_pages_on_disk_are_found_by_the_same_mesh_alone(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ODD)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS, **ODD)
 
-    results = run_program(2, "disk tier", str(checkpoint), str(tmp_path / "pages"))
+    results = run_program(NUM_DEVICES, "disk tier", str(checkpoint), str(tmp_path / "pages"))
 
     assert results["the same mesh"] > 0
     assert results["first"] == results["another order"] == results["one device"] == 0
@@ -209,9 +211,9 @@ def test_pages_on_disk_are_found_by_the_same_mesh_alone(tmp_path):
 
 
 def test_products_by_split_weights_have_one_number_of_rows(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
 
-    results = run_program(2, "tried products", str(checkpoint))
+    results = run_program(NUM_DEVICES, "tried products", str(checkpoint))
 
     # A trial of the whole weights says nothing about their parts.
     assert results["one device"] > 3
@@ -219,14 +221,14 @@ def test_products_by_split_weights_have_one_number_of_rows(tmp_path):
 
 
 def test_experts_and_a_shared_one_take_one_sum_over_devices():
-    results = run_program(4, "shared expert")
+    results = run_program(NUM_DEVICES, "shared expert")
 
     assert results["sums"] == 1
     assert results["error"] < 1e-4  # of numbers up to 100
 
 
 def test_devices_find_the_greatest_logits_of_rows_that_they_share():
-    assert run_program(4, "top k")
+    assert run_program(NUM_DEVICES, "top k")
 
 
 def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_others(tmp_path):
@@ -234,7 +236,7 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 97}
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
 
-    results = run_program(4, "fewest devices", str(checkpoint))
+    results = run_program(NUM_DEVICES, "fewest devices", str(checkpoint))
 
     two, one = results["12000000"], results["40000000"]
     assert two["parallelism"] == "Parallelism(tensor=2, experts=1, replicas=1, prefill=0)"
@@ -253,10 +255,10 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
 
 
 def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
     sparse = save_random_checkpoint(tmp_path / "sparse", "gpt_oss", **EXPERTS)
 
-    assert run_program(4, "refusals", str(checkpoint), str(sparse)) == {
+    assert run_program(NUM_DEVICES, "refusals", str(checkpoint), str(sparse)) == {
         "tensor=3": "tensor=3 cannot split heads of size 4 evenly; the numbers that can are 1, 2, 4",
         "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
         "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
