@@ -36,6 +36,7 @@ from tests.oracles import load_reference
 
 NAMES = [f"adapter {i}" for i in range(8)]
 SLOTS: dict[str, Any] = {"max_adapters": 8, "max_adapter_rank": 8}
+CROWDED: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6}
 is_on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
 
 
@@ -90,11 +91,10 @@ def _log_probs(model: Any, token_ids: list[int]) -> np.ndarray:
 @pytest.mark.parametrize(
     "limits",
     [
-        {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "quantization": "int8"},
-        {"max_num_seqs": 3, "max_num_batched_tokens": 5, "decode_loop_steps": 4},
+        {**CROWDED, "quantization": "int8", "decode_loop_steps": 4},
         {"speculation": "suffix", "adaptive_drafts": False, "max_drafts": 3},
     ],
-    ids=["crowded, int8", "loops", "drafts"],
+    ids=["crowded, int8, loops", "drafts"],
 )
 def test_many_adapters_in_a_batch_give_each_request_its_bits_alone(limits, checkpoint, folders):
     llm = engine_with(checkpoint, folders, **limits)
