@@ -29,11 +29,12 @@ from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
 from tests.replay import LENGTHS, SHAPE, SPLITS, replay
 
+TWO_LAYERS = {"num_hidden_layers": 2}
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32},
-    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, **TWO_LAYERS},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, **TWO_LAYERS},
+    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, **TWO_LAYERS},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, **TWO_LAYERS},
 }
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq": ("gptq", "llama", {}),
@@ -206,8 +207,9 @@ def test_packed_weights_take_no_more_than_their_files(sources, tmp_path, writer,
     assert num_bytes(quantized) <= 1.02 * in_file < in_floats
 
 
-def test_layers_packed_in_another_way_begin_a_new_stack(sources, tmp_path, monkeypatch):
-    packed = WRITERS["compressed"](sources["llama"], tmp_path / "both", skip=r"layers\.1\.mlp\.down_proj")
+def test_layers_packed_in_another_way_begin_a_new_stack(tmp_path, monkeypatch):
+    three_layers = save_random_checkpoint(tmp_path / "source", "llama", **{**SIZES["llama"], "num_hidden_layers": 3})
+    packed = WRITERS["compressed"](three_layers, tmp_path / "both", skip=r"layers\.1\.mlp\.down_proj")
     config = read_config(packed.path)
     expected, _ = load_checkpoint(packed.path)
     sequences = [np.arange(20) % config.vocab_size]
