@@ -120,11 +120,11 @@ def read_settings(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]
 
 def read_stored(path: Path) -> dict[str, Stored]:
     """Returns the model's tensors by name, packed weights as integers; ValueError for a damaged or unknown format."""
-    if not is_gguf(path):
+    try:
+        if is_gguf(path):
+            return gguf_tensors(read_gguf(path))
         _, settings = read_settings(path)
         return logical_tensors(read_headers(path), settings)
-    try:
-        return gguf_tensors(read_gguf(path))
     except ValueError as error:
         raise _from_file(path, error) from None
 
@@ -233,7 +233,10 @@ def load_params(
             " build it from the config that is given here"
         )
     options = {"placement": placement, "quantization": quantization, "show_progress": show_progress}
-    return read_tensors(plan, stored, dtype, **options)
+    try:
+        return read_tensors(plan, stored, dtype, **options)
+    except ValueError as error:
+        raise _from_file(path, error) from None
 
 
 def read_tensors(
@@ -357,11 +360,15 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
         return read_header(path / SINGLE_FILE)
     if not (path / INDEX_FILE).is_file():
         others = sorted(file.name for file in path.glob("*.bin"))
-        raise ValueError(
-            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-            + (f", only {', '.join(others)}" if others else "")
-            + "; use a checkpoint in safetensors, or convert this one with transformers' save_pretrained"
-        )
+        if others:
+            convert = f"m = AutoModelForCausalLM.from_pretrained({str(path)!r}, dtype='auto')"
+            raise ValueError(
+                f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {', '.join(others)}: pickles, which may run"
+                " any code when they are read; use a checkpoint in safetensors, or where you trust this one, write them"
+                f' beside it: python -c "from transformers import AutoModelForCausalLM; {convert};'
+                f' m.save_pretrained({str(path)!r})"'
+            )
+        raise ValueError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; use a checkpoint in safetensors")
     weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path / INDEX_FILE} has no weight_map of file names but {weight_map!r}; download it again")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.model.adapted_params import Adapter, adapted_weights
 from jaxinfer.model.components.layers import TensorSpec
 from tests.adapters import linear_modules, merge, save_adapter
+from tests.hostile.mutations import MUTATIONS, file_limits, mutated_json, mutated_safetensors
 from tests.oracles import save_random_checkpoint
 
 MAX_RANK = 8
@@ -258,22 +258,20 @@ def test_a_missing_file_is_named(name, checkpoint, tmp_path):
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_damaged_file_is_read_rightly_or_refused(name, checkpoint, tmp_path):
-    folder, rng = save_adapter(tmp_path, checkpoint, modules=[Q], rank=2), random.Random(0)
-    whole = (folder / name).read_bytes()
+    folder, rng = save_adapter(tmp_path, checkpoint, modules=[Q], rank=2), np.random.default_rng(0)
+    file, whole = folder / name, (folder / name).read_bytes()
     shapes, messages = [half.shape for half in jax.tree.leaves(read(folder, checkpoint).tensors)], []
-    for _ in range(150):
-        damaged = bytearray(whole)
-        for _ in range(rng.choice((1, 1, 3))):
-            place = rng.randrange(min(len(damaged), 600))
-            damaged[place : place + rng.choice((0, 1, 1, 4))] = rng.randbytes(rng.choice((0, 1, 1, 8)))
-        (folder / name).write_bytes(damaged)
+    for _ in range(MUTATIONS):
+        is_json = name == "adapter_config.json"
+        file.write_bytes(mutated_json(json.loads(whole), rng) if is_json else mutated_safetensors(whole, rng))
         try:
-            adapter = read(folder, checkpoint)
+            with file_limits(*folder.iterdir(), *checkpoint.iterdir()):
+                adapter = read(folder, checkpoint)
         except ValueError as error:
             messages.append(str(error))
         else:
             assert [half.shape for half in jax.tree.leaves(adapter.tensors)] == shapes
-    assert len(messages) > 50
+    assert len(messages) > MUTATIONS / 3
     assert all(str(folder) in message for message in messages)
 
 

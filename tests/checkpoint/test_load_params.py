@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -288,11 +289,18 @@ def test_index_without_weight_map_is_refused(copied):
         load(path)
 
 
-def test_pickled_checkpoint_is_refused_for_safetensors(copied):
+def test_pickled_checkpoint_is_refused_with_the_command_that_converts_it(copied):
     path, *_ = copied
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"only pytorch_model\.bin; use a checkpoint in safetensors"):
+    expected = load(path)
+    torch.save(safetensors.torch.load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+
+    with pytest.raises(ValueError, match=r"only pytorch_model\.bin: pickles.* python -c ") as refusal:
         load(path)
+
+    program = str(refusal.value).partition('python -c "')[2].removesuffix('"')
+    exec(program, {})
+    assert_same(load(path), expected)
 
 
 def test_placement_for_other_layer_groups_is_refused(llama):

@@ -18,6 +18,7 @@ from jaxinfer.checkpoint.safetensors_file import read_header
 from jaxinfer.engine.speculation.load import drafter_of
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.text.tokenizer import Tokenizer
+from tests.hostile.mutations import MUTATIONS, mutated_json, mutated_safetensors, read_mutants
 from tests.oracles import CONFIGS, FAMILY_SIZES, SIZES, save_random_checkpoint
 
 WRONG = [
@@ -150,6 +151,17 @@ def test_what_is_no_json_object_is_refused_wherever_it_stands(tmp_path, content)
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ValueError, match=r"model\.safetensors .*download it again"):
         read_header(file)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_mutated_checkpoint_is_refused_by_its_path_or_read_whole(tmp_path, name):
+    path = save_random_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    whole, rng = (path / name).read_bytes(), np.random.default_rng(0)
+
+    def mutant():
+        return mutated_json(json.loads(whole), rng) if name == "config.json" else mutated_safetensors(whole, rng)
+
+    assert len(read_mutants(path, ({name: mutant()} for _ in range(MUTATIONS)))) > MUTATIONS / 4
 
 
 def places_of(node, path=()):

@@ -16,9 +16,8 @@ from jaxinfer.gguf import file as gguf_file
 from jaxinfer.gguf.file import read_gguf
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.gguf.gguf_files import add_vocabulary, save_gguf
-from tests.hostile.cases import limits
+from tests.hostile.mutations import MUTATIONS, file_limits, mutated
 
-NUM_MUTATIONS = 1000
 SCALARS = {
     **{0: ("<B", 200), 1: ("<b", -3), 2: ("<H", 60_000), 3: ("<h", -300), 4: ("<I", 2**31), 5: ("<i", -70_000)},
     **{6: ("<f", 0.1), 7: ("<?", True), 10: ("<Q", 2**63), 11: ("<q", -(2**40)), 12: ("<d", 1e-300)},
@@ -174,32 +173,6 @@ def refusal_of(path: Path) -> str | None:
     return None
 
 
-def mutated(content: bytes, header: int, rng: np.random.Generator) -> bytes:
-    """Returns a file with a few bytes or a number changed, most of them in the header, or one cut or longer."""
-    changed = bytearray(content)
-    kind = rng.integers(8)
-    if kind == 0:
-        return bytes(changed[: rng.integers(len(changed))])
-    if kind == 1:
-        at = rng.integers(header)
-        return bytes(changed[:at] + bytes(int(rng.integers(1, 40))) + changed[at:])
-    if kind == 2:
-        at, length = rng.integers(header), rng.integers(1, 40)
-        return bytes(changed[:at] + changed[at + length :])
-    if kind == 3:
-        at = int(rng.integers(header - 8))
-        changed[at : at + 8] = struct.pack("<Q", int(2 ** rng.uniform(0, 63.9)))
-        return bytes(changed)
-    if kind == 4:
-        at, other = (int(i) for i in rng.integers(header - 16, size=2))
-        changed[at : at + 16], changed[other : other + 16] = changed[other : other + 16], changed[at : at + 16]
-        return bytes(changed)
-    end = header if kind < 7 else len(changed)
-    for at in rng.integers(end, size=rng.integers(1, 5)):
-        changed[at] = rng.integers(256)
-    return bytes(changed)
-
-
 def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path):
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
     kinds = {"ffn": "Q4_K", "attn": "Q8_0"}
@@ -216,12 +189,12 @@ def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path):
     rng, mutant = np.random.default_rng(0), tmp_path / "mutant.gguf"
     read_whole(path)
     num_refused = 0
-    for _ in range(NUM_MUTATIONS):
+    for _ in range(MUTATIONS):
         mutant.unlink(missing_ok=True)
         mutant.write_bytes(mutated(content, header, rng))
-        with limits():
+        with file_limits(mutant):
             message = refusal_of(mutant)
         assert message is None or str(mutant) in message, message
         num_refused += message is not None
 
-    assert NUM_MUTATIONS / 2 < num_refused < NUM_MUTATIONS
+    assert MUTATIONS / 2 < num_refused < MUTATIONS

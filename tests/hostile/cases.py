@@ -40,20 +40,20 @@ class TooSlowError(BaseException):
 
 
 @contextlib.contextmanager
-def limits() -> Iterator[None]:
+def limits(seconds: float = SECONDS_PER_CASE) -> Iterator[None]:
     """Ends a case that takes too long, and fails one that takes much memory."""
 
     def end(number: int, frame: object) -> None:
-        raise TooSlowError(f"the case took more than {SECONDS_PER_CASE} s of the processor or {WAIT_PER_CASE} s")
+        raise TooSlowError(f"the case took more than {seconds} s of the processor or {WAIT_PER_CASE} s")
 
     timers = {
-        signal.SIGPROF: (signal.ITIMER_PROF, SECONDS_PER_CASE),
+        signal.SIGPROF: (signal.ITIMER_PROF, seconds),
         signal.SIGALRM: (signal.ITIMER_REAL, WAIT_PER_CASE),
     }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     before = {number: signal.signal(number, end) for number in timers}
-    for timer, seconds in timers.values():
-        signal.setitimer(timer, seconds)
+    for timer, until in timers.values():
+        signal.setitimer(timer, until)
     try:
         yield
     finally:
