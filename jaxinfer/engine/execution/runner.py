@@ -109,10 +109,12 @@ class Runner:
             found = adapter.digest
         except (ValueError, OSError) as error:
             found = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(ValueError):  # process 0 raises it for the caller
+        try:
             self._hosts.agree({f"adapter {path!r}": found})
-            if adapter is not None:
-                self._write_adapter(int(slot), adapter.tensors)
+        except ValueError:  # process 0 raises it for the caller
+            return
+        assert adapter is not None  # process 0 has read one
+        self._write_adapter(int(slot), adapter.tensors)
 
     def _write_adapter(self, slot: int, tensors: Slots) -> None:
         assert self._adapters is not None
