@@ -367,7 +367,9 @@ class Hosts:
 
     @property
     def _have_others_ended(self) -> bool:
-        return all(state["status"] == ENDED for index, state in self._states.items() if index != self.index)
+        # The watching thread may not have read their states yet.
+        others = [state for index, state in self._states.items() if index != self.index]
+        return len(others) == self.count - 1 and all(state["status"] == ENDED for state in others)
 
 
 def of_this_process() -> Hosts:
