@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jaxinfer.capacity.compiler import CompiledStep, Request, compile_steps, require_compiler
 from jaxinfer.capacity.devices import Chip, Devices
 from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, step_figures
-from jaxinfer.checkpoint import read_config, resolve_checkpoint
+from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import PLANNED_FIELDS, CacheConfig, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
@@ -161,7 +161,7 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
 def _described(model: str | Path, config: EngineConfig) -> ModelConfig:
     name = str(model)
     is_name = "/" not in name and not Path(name).exists()
-    described = published_config(name) if is_name else read_config(resolve_checkpoint(model, ["config.json"]))
+    described = published_config(name) if is_name else open_checkpoint(model, ["config.json"]).config
     return described.for_length(config.max_model_len)
 
 

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
+from jaxinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.checkpoint.generation_config import read_sampling_defaults
-from jaxinfer.checkpoint.huggingface import (
-    abstract_packed,
-    layers_packed_anew,
-    load_params,
-    read_config,
-    read_eos_token_ids,
-    read_settings,
-    refuse_both,
-    require_fitting_tensors,
-    resolve_checkpoint,
-)
+from jaxinfer.checkpoint.huggingface import resolve_checkpoint
 from jaxinfer.config import require_quantization
-from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
-from jaxinfer.model.config import ModelConfig, scan_sizes
-from jaxinfer.model.params import Params, abstract_params, check_mesh, over_mesh, shardings
-from jaxinfer.model.quantized_params import quantize_weights
+from jaxinfer.device import resolve_dtype
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import Params, check_mesh
 from jaxinfer.validation import as_bool, as_ints, require
 
 __all__ = [
+    "Checkpoint",
     "abstract_checkpoint",
     "load_checkpoint",
     "load_params",
+    "open_checkpoint",
     "read_config",
-    "read_eos_token_ids",
     "read_sampling_defaults",
-    "require_fitting_tensors",
     "resolve_checkpoint",
 ]
 
@@ -65,11 +53,8 @@ def load_checkpoint(
     require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
     if mesh is not None:
         check_mesh(mesh)
-    path = resolve_checkpoint(path_or_id)
-    config = over_mesh(_grouped_config(path, layer_cuts), mesh)
-    placement = None if mesh is None else shardings(config, mesh)
-    options: dict[str, Any] = {"quantization": quantization, "placement": placement, "show_progress": show_progress}
-    return load_params(path, config, dtype, **options), config
+    options: dict[str, Any] = {"quantization": quantization, "mesh": mesh, "show_progress": show_progress}
+    return open_checkpoint(path_or_id).load(dtype, layer_cuts=layer_cuts, **options)
 
 
 def abstract_checkpoint(
@@ -79,23 +64,17 @@ def abstract_checkpoint(
 
     It reads config.json alone, and of packed weights the headers of their files.
     """
-    path = resolve_checkpoint(path_or_id, ["config.json"])
-    if read_settings(path)[1] is not None:
-        path = resolve_checkpoint(path_or_id)
-        refuse_both(path, quantization)
-        config = over_mesh(_grouped_config(path), mesh)
-        return abstract_packed(path, config, dtype), config
-    config = over_mesh(_grouped_config(path), mesh)
-
-    params = abstract_params(config, dtype)
-    if quantization is not None:
-        options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": packs_integers()}
-        params = jax.eval_shape(partial(quantize_weights, **options), params)
-    return params, config
+    checkpoint = open_checkpoint(path_or_id, ["config.json"])
+    if checkpoint.packing is not None:
+        checkpoint = open_checkpoint(path_or_id)
+    return checkpoint.abstract(dtype, quantization=quantization, mesh=mesh)
 
 
-def _grouped_config(path: Path, layer_cuts: Collection[int] = ()) -> ModelConfig:
-    config = read_config(path)
-    if not scans_layers():
-        return config.regrouped((1,) * config.num_layers)
-    return config.regrouped(scan_sizes(config.layers, {*layer_cuts, *layers_packed_anew(path, config)}))
+def read_config(path: str | Path) -> ModelConfig:
+    """Returns the model of a folder or a GGUF file; what cannot be honoured in it is a ValueError."""
+    return Checkpoint(Path(path)).config
+
+
+def load_params(path: str | Path, config: ModelConfig, dtype: Any, **options: Any) -> Params:
+    """Returns `Checkpoint.load_params` of a folder or a GGUF file, with its options."""
+    return Checkpoint(Path(path)).load_params(config, dtype, **options)

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoint.assembly import Assembly, floats_of, plan_assembly
-from jaxinfer.checkpoint.config_json.family import Family
-from jaxinfer.checkpoint.families import family_of
-from jaxinfer.checkpoint.huggingface import read_json, read_settings, require_fitting_tensors, resolve_checkpoint
+from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.huggingface import read_json, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.adapted_params import Adapter, Slots, adapted_weights, slots_of
@@ -49,7 +48,7 @@ MERGE = "merge the adapter into the model by merge_and_unload"
 
 
 def read_adapter(
-    path_or_id: str | Path, checkpoint: Path, config: ModelConfig, *, max_rank: int, dtype: Any
+    path_or_id: str | Path, checkpoint: Checkpoint, config: ModelConfig, *, max_rank: int, dtype: Any
 ) -> Adapter:
     """Reads an adapter of PEFT, from a folder or the Hub, for the model `config` of a checkpoint.
 
@@ -72,7 +71,7 @@ def read_adapter(
         scaling = read_scaling(read_json(settings))
         pairs = _pairs(read_header(file))
         places = _places(checkpoint, config, pairs)
-        prefix = _family(checkpoint).prefix  # which an adapter of the backbone alone leaves out
+        prefix = checkpoint.family.prefix  # which an adapter of the backbone alone leaves out
         whole = {name: prefix + name if prefix + name in places else name for name in pairs}
         if len({*whole.values()}) < len(whole):
             raise ValueError(f"it has modules under two names, with {prefix!r} and without; save the adapter again")
@@ -202,10 +201,6 @@ def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTens
     return pairs
 
 
-def _family(checkpoint: Path) -> Family:
-    return family_of(read_settings(checkpoint)[0])
-
-
 @dataclass(frozen=True)
 class _Place:
     """A layer's weight that a stored module is, or is a part of."""
@@ -215,10 +210,9 @@ class _Place:
     assembly: Assembly
 
 
-def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> dict[str, list[_Place]]:
+def _places(checkpoint: Checkpoint, config: ModelConfig, modules: Collection[str]) -> dict[str, list[_Place]]:
     """Returns the places of each module that adapters may change, by its name in the spelling of these `modules`."""
-    family = _family(checkpoint)
-    plan = plan_assembly(config, family.weights_among([f"{module}.weight" for module in modules]))
+    plan = plan_assembly(config, checkpoint.family.weights_among([f"{module}.weight" for module in modules]))
     places: dict[str, list[_Place]] = {}
     for index, assembly in enumerate(_assemblies(plan, config)):
         if assembly.is_packable and assembly.unfold is None and assembly.num_stacked == 1:
@@ -238,9 +232,11 @@ def _assemblies(plan: Any, config: ModelConfig) -> list[Assembly]:
     return jax.tree.leaves(adapted, is_leaf=lambda node: isinstance(node, Assembly))
 
 
-def _read_weights(checkpoint: Path, config: ModelConfig, places: Mapping[str, Sequence[_Place]]) -> dict[str, Stored]:
+def _read_weights(
+    checkpoint: Checkpoint, config: ModelConfig, places: Mapping[str, Sequence[_Place]]
+) -> dict[str, Stored]:
     """Returns the stored weight of each module. The checkpoint may spell its name in another way than an adapter."""
-    plan, stored = require_fitting_tensors(checkpoint, config)
+    plan, stored = checkpoint.plan(config)
     assemblies = _assemblies(plan, config)
     return {module: stored[assemblies[place.index].names[place.layer]] for module, (place, *_) in places.items()}
 

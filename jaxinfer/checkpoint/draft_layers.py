@@ -14,20 +14,11 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
+from jaxinfer.checkpoint.checkpoint import Checkpoint, have_equal_values, read_tensors, refuse_misfits
 from jaxinfer.checkpoint.config_json.family import LAYER, as_stored
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_size
-from jaxinfer.checkpoint.families import FAMILIES, family_of, llama
-from jaxinfer.checkpoint.huggingface import (
-    have_equal_values,
-    read_config,
-    read_headers,
-    read_json,
-    read_settings,
-    read_stored,
-    read_tensors,
-    refuse_misfits,
-    require_fitting_tensors,
-)
+from jaxinfer.checkpoint.families import FAMILIES, llama
+from jaxinfer.checkpoint.huggingface import read_json
 from jaxinfer.checkpoint.safetensors_file import INTEGERS, StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.components.attention import AttentionParams
@@ -45,20 +36,20 @@ STATE_LAYERS = "eagle_aux_hidden_state_layer_ids"
 OFFSETS, IS_DRAFTED = "d2t", "t2d"  # of target ids from draft ids; true for the target ids that have a draft id
 
 
-def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> EagleHead:
+def load_mtp(target: Checkpoint, dtype: Any, quantization: str | None = None) -> EagleHead:
     """Loads the first layer for multi-token prediction of a checkpoint.
 
     Raises ValueError if the checkpoint has none, or one that does not fit its config.json.
     """
-    (hf, _), config, stored = read_settings(target), read_config(target), read_stored(target)
-    family, wanted = family_of(hf), f"speculation={MTP!r} needs a checkpoint with a layer for multi-token prediction"
+    hf, family, config, stored = target.settings, target.family, target.config, target.stored
+    path, wanted = target.path, f"speculation={MTP!r} needs a checkpoint with a layer for multi-token prediction"
     text = family.text_settings(hf)
     if (names := family.draft_layer) is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.draft_layer is not None)
-        raise ValueError(f"{wanted}, and {target} is of model_type={hf['model_type']!r}; these may have one: {known}")
+        raise ValueError(f"{wanted}, and {path} is of model_type={hf['model_type']!r}; these may have one: {known}")
     stated = text.get(names.count)
     if family.num_draft_layers(hf) == 0:
-        raise ValueError(f"{wanted}, and {target / 'config.json'} says {names.count}={stated!r}; leave out speculation")
+        raise ValueError(f"{wanted}, and {path / 'config.json'} says {names.count}={stated!r}; leave out speculation")
     n = config.num_layers
     own = {name: tensor for name, tensor in stored.items() if name.startswith(family.draft_prefixes(hf)[0])}
     if not own:
@@ -67,7 +58,7 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
             if stated is None
             else f"its config.json says {names.count}={stated}, so download it again"
         )
-        raise ValueError(f"{wanted}, and {target} has no tensors {family.draft_prefixes(hf)[0]}*; {why}")
+        raise ValueError(f"{wanted}, and {path} has no tensors {family.draft_prefixes(hf)[0]}*; {why}")
     (*_, layer) = family.config_from_hf(family.with_text_settings(hf, names.as_last(n))).layers
     config = replace(config, groups=(LayerGroup((layer,)),), has_tied_embeddings=False)
 
@@ -91,38 +82,37 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
     for field, name in tables.items():
         if name not in own and not (field == "embedding" and has_own_embedding):
             plan["params"] = replace(plan["params"], **{field: None})
-    refuse_misfits(target, plan, own)
+    refuse_misfits(path, plan, own)
     plan["params"] = _without_copies(plan["params"], own, target)
     tensors = read_tensors(plan, own, dtype, quantization=quantization)
     return _head(config, **tensors)
 
 
-def is_eagle3(path: Path) -> bool:
+def is_eagle3(checkpoint: Checkpoint) -> bool:
     """True if a folder holds an EAGLE-3 head."""
-    hf, _ = read_settings(path)
+    hf = checkpoint.settings
     names = hf.get("architectures")
     is_named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
     return is_named or "draft_vocab_size" in hf
 
 
-def load_eagle3(path: Path, dtype: Any, target: Path) -> EagleHead:
+def load_eagle3(head: Checkpoint, dtype: Any, target: Checkpoint) -> EagleHead:
     """Loads an EAGLE-3 head for the target, in the format of SafeAILab, SpecForge or vLLM's speculators.
 
     Raises ValueError for a head of another target, or tensors that do not fit its config.json.
     """
-    aimed = read_config(target)
-    file = path / "config.json"
+    aimed, path, file = target.config, head.path, head.config_file
     try:
         hf = _read_eagle3(read_json(file))
         config = llama.config_from_hf(hf)
         kept_layers = _kept_layers(hf, aimed.num_layers)
         adds_normed = is_enabled(hf, "norm_before_residual")
         num_drafted = require_size(hf, "draft_vocab_size", config.vocab_size)
-        _require_same(hf, "target_hidden_size", config.hidden_size, aimed.hidden_size, target)
-        _require_same(hf, "vocab_size", None, aimed.vocab_size, target)
+        _require_same(hf, "target_hidden_size", config.hidden_size, aimed.hidden_size, target.path)
+        _require_same(hf, "vocab_size", None, aimed.vocab_size, target.path)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    stored = read_headers(path)
+    stored = head.headers
     token_ids = _token_ids(path, stored, num_drafted, aimed.vocab_size)
     own = {name: tensor for name, tensor in stored.items() if name not in (OFFSETS, IS_DRAFTED)}
     prefix = "model." if any(name.startswith("model.") for name in own) else ""
@@ -181,11 +171,11 @@ def _head(config: ModelConfig, *, params: Params, **fields: Any) -> EagleHead:
 def _without_copies(
     params: Params,
     stored: Mapping[str, Stored],
-    target: Path,
+    target: Checkpoint,
     fields: tuple[str, ...] = ("embedding", "unembedding"),
 ) -> Params:
     """Returns a plan with None in the place of the tables that are equal to the target's."""
-    plan, others = require_fitting_tensors(target, read_config(target))
+    plan, others = target.plan(target.config)
     for field in fields:
         own, theirs = getattr(params, field), getattr(plan, field) or plan.embedding
         if own is not None and have_equal_values(stored[own.names[0]], others[theirs.names[0]]):

@@ -6,12 +6,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from jaxinfer.checkpoint.huggingface import read_eos_token_ids, read_json
+from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.huggingface import read_json
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.gguf.file import is_gguf, read_gguf
 from jaxinfer.gguf.names import sampling_of
 from jaxinfer.sampling_params import MAX_BIAS, TotalLength
 from jaxinfer.validation import MAX_INT, is_int, is_real, require, require_bool, require_int, shown
@@ -53,7 +52,7 @@ FILTERS: Mapping[str, tuple[Any, ...]] = {"top_h": (1,), "epsilon_cutoff": (0, 1
 
 
 def read_sampling_defaults(
-    path: str | Path, *, vocab_size: int = MAX_INT, max_listed_tokens: int = EngineConfig.max_listed_tokens
+    checkpoint: Checkpoint, *, vocab_size: int = MAX_INT, max_listed_tokens: int = EngineConfig.max_listed_tokens
 ) -> SamplingParams:
     """Returns the sampling that generation_config.json or a GGUF recommends; other fields have their defaults.
 
@@ -61,9 +60,9 @@ def read_sampling_defaults(
     more than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong
     value.
     """
-    file, end_tokens = Path(path) / FILE, read_eos_token_ids(path)
-    if is_gguf(Path(path)):
-        file, stated = Path(path), sampling_of(read_gguf(Path(path)))
+    file, end_tokens = checkpoint.path / FILE, checkpoint.eos_token_ids
+    if checkpoint.gguf is not None:
+        file, stated = checkpoint.path, sampling_of(checkpoint.gguf)
     else:
         stated = read_json(file) if file.is_file() else {}
     stated = {name: value for name, value in stated.items() if value is not None}

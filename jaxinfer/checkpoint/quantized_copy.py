@@ -27,17 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxinfer.checkpoint.assembly import Assembly
-from jaxinfer.checkpoint.fingerprint import fingerprint
-from jaxinfer.checkpoint.huggingface import (
-    INDEX_FILE,
-    read_config,
-    read_headers,
-    read_json,
-    read_settings,
-    read_tensors,
-    require_fitting_tensors,
-    resolve_checkpoint,
-)
+from jaxinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_tensors
+from jaxinfer.checkpoint.huggingface import INDEX_FILE, read_json
 from jaxinfer.checkpoint.safetensors_file import (
     DTYPES,
     FLOAT8,
@@ -91,19 +82,19 @@ class _Entry(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def require_copyable(source: str | Path, target: str | Path, scheme: str) -> tuple[Path, Path]:
-    """Returns the folders of a checkpoint and of its copy; raises ValueError for a checkpoint that cannot be copied."""
+def require_copyable(source: str | Path, target: str | Path, scheme: str) -> tuple[Checkpoint, Path]:
+    """Returns a checkpoint, and the folder of its copy; raises ValueError for a checkpoint that cannot be copied."""
     require(isinstance(scheme, str) and scheme in SCHEMES, "scheme", scheme, f"one of {', '.join(SCHEMES)}")
-    path, target = resolve_checkpoint(source), Path(target)
-    _, settings = read_settings(path)
-    if settings is not None:
-        method = settings["quant_method"]
+    checkpoint, target = open_checkpoint(source), Path(target)
+    path = checkpoint.path
+    if checkpoint.packing is not None:
+        method = checkpoint.packing["quant_method"]
         raise ValueError(f"{path} is packed already, by {method}; give a checkpoint in floating point")
     if path.is_file():
         raise ValueError(f"{path} is one file; give a folder or Hub id with safetensors")
     if target.resolve() == path.resolve():
         raise ValueError(f"{target} is the checkpoint itself; give another folder for its copy")
-    return path, target
+    return checkpoint, target
 
 
 def write_quantized(
@@ -123,18 +114,18 @@ def write_quantized(
     one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, if `target`
     has other files, and if a finished part of it has another calibration.
     """
-    path, target = require_copyable(source, target, scheme)
-    own_scheme = SCHEMES[scheme]
-    groups = _groups(path, own_scheme)
-    metadata = {"format": "pt", "source": fingerprint(path)}
+    checkpoint, target = require_copyable(source, target, scheme)
+    path, own_scheme = checkpoint.path, SCHEMES[scheme]
+    groups = _groups(checkpoint, own_scheme)
+    metadata = {"format": "pt", "source": checkpoint.digest()}
     if calibration is not None:
-        _check_calibration(calibration, read_config(path))
+        _check_calibration(calibration, checkpoint.config)
         metadata["calibration"] = hashlib.sha256(
             calibration.astype("<i4").tobytes() + f"{calibration.shape} {scheme}".encode()
         ).hexdigest()
     target.mkdir(parents=True, exist_ok=True)
     names: dict[str, str] = {}
-    headers = read_headers(path)
+    headers = checkpoint.headers
     calibrated: dict[str, StoredTensor] = {}
 
     def rounded(name: str) -> Rounded:
@@ -147,7 +138,9 @@ def write_quantized(
     entries = {file: _entries(own, groups, own_scheme, rounded) for file, own in by_file.items()}
     unwritten = [file for file in files if not _is_written(target / file.name, entries[file], metadata)]
     if calibration is not None and unwritten:
-        calibrated |= _calibrate(path, target / CALIBRATED, groups, own_scheme, calibration, metadata, show_progress)
+        calibrated |= _calibrate(
+            checkpoint, target / CALIBRATED, groups, own_scheme, calibration, metadata, show_progress
+        )
     with tqdm(total=len(headers), desc="quantizing", unit="tensor", disable=not show_progress) as bar:
         for file in files:
             if file in unwritten:
@@ -184,7 +177,7 @@ def _check_calibration(texts: Any, config: ModelConfig) -> None:
 
 
 def _calibrate(
-    path: Path,
+    checkpoint: Checkpoint,
     folder: Path,
     groups: Mapping[str, int],
     scheme: Scheme,
@@ -196,10 +189,9 @@ def _calibrate(
 
     The inputs of a layer are those of texts i32[B, T] in the model whose earlier layers are rounded.
     """
-    config = read_config(path)
+    config, headers = checkpoint.config, checkpoint.headers
     config = config.regrouped((1,) * config.num_layers)
-    plan, stored = require_fitting_tensors(path, config)
-    headers = read_headers(path)
+    plan, stored = checkpoint.plan(config)
     by_place = {_place(tensor): name for name, tensor in headers.items()}
     num_rows = max(1, TOKENS_AT_ONCE // texts.shape[1])
     parts = [jnp.asarray(texts[i : i + num_rows], jnp.int32) for i in range(0, len(texts), num_rows)]
@@ -301,10 +293,10 @@ def _as_stored(found: Mapping[str, StoredTensor], name: str) -> StoredQuantized:
     return StoredQuantized(numbers.shape, grid, lambda rows: numbers.map()[rows], scales.map)
 
 
-def _groups(path: Path, scheme: Scheme) -> dict[str, int]:
+def _groups(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
     """Returns the inputs per scale of each weight that is packed, by its stored name."""
-    config = read_config(path)
-    plan, stored = require_fitting_tensors(path, config.regrouped((1,) * config.num_layers))
+    config = checkpoint.config
+    plan, stored = checkpoint.plan(config.regrouped((1,) * config.num_layers))
     uses: dict[str, list[Assembly]] = {}
     for assembly in jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Assembly)):
         for name in assembly.names:
@@ -317,7 +309,7 @@ def _groups(path: Path, scheme: Scheme) -> dict[str, int]:
 
     places = {_place(stored[name]) for name in uses if is_packed(name)}
     groups = {}
-    for name, tensor in read_headers(path).items():
+    for name, tensor in checkpoint.headers.items():
         inputs = tensor.shape[-1] if tensor.shape else 0
         size = inputs if scheme.group_size is None else math.gcd(inputs, scheme.group_size)
         if _place(tensor) in places and name.endswith(".weight") and size >= MIN_GROUP:

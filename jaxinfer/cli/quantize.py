@@ -14,6 +14,8 @@ from jaxinfer.validation import require, require_int
 if TYPE_CHECKING:
     import numpy as np
 
+    from jaxinfer.checkpoint import Checkpoint
+
 logger = logging.getLogger(__name__)
 
 METHODS = ("round", "gptq")
@@ -55,11 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_int("num_texts", numbers["num_texts"], 1, MAX_TEXTS)
     require_int("text_length", numbers["text_length"], 2)
     require_int("seed", numbers["seed"], 0)
-    source, target = require_copyable(arguments.source, arguments.target, arguments.scheme)
+    checkpoint, target = require_copyable(arguments.source, arguments.target, arguments.scheme)
+    source = checkpoint.path
     calibration = None
     if arguments.method == "gptq":
         options = {**numbers, "show_progress": not arguments.quiet}
-        calibration = _calibration(source, target, arguments.calibration, **options)
+        calibration = _calibration(checkpoint, target, arguments.calibration, **options)
     options = {"calibration": calibration, "show_progress": not arguments.quiet}
     write_quantized(source, target, arguments.scheme, **options)
     if not arguments.quiet:
@@ -71,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calibration(
-    source: Path,
+    checkpoint: Checkpoint,
     target: Path,
     file: Path | None,
     *,
@@ -81,15 +84,14 @@ def _calibration(
     show_progress: bool,
 ) -> np.ndarray:
     """Returns the token ids i32[B, T] of calibration texts: those of a file, or the model's own."""
-    from jaxinfer.checkpoint import read_config
     from jaxinfer.checkpoint.quantized_copy import MAX_CALIBRATION_TOKENS
 
-    require_int("text_length", text_length, 2, read_config(source).max_position)
+    require_int("text_length", text_length, 2, checkpoint.config.max_position)
     limit = f"at most {MAX_CALIBRATION_TOKENS // text_length:,} for texts of {text_length} tokens"
     require(num_texts * text_length <= MAX_CALIBRATION_TOKENS, "num_texts", num_texts, limit)
     if file is not None:
-        return _choose_texts(_read_tokens(source, file), file, num_texts, text_length, seed)
-    return _own_texts(source, target, num_texts, text_length, seed, show_progress=show_progress)
+        return _choose_texts(_read_tokens(checkpoint.path, file), file, num_texts, text_length, seed)
+    return _own_texts(checkpoint, target, num_texts, text_length, seed, show_progress=show_progress)
 
 
 def _read_tokens(source: Path, file: Path) -> list[int]:
@@ -132,7 +134,7 @@ def _choose_texts(tokens: list[int], file: Path, num_texts: int, length: int, se
 
 
 def _own_texts(
-    source: Path, target: Path, num_texts: int, length: int, seed: int, *, show_progress: bool
+    checkpoint: Checkpoint, target: Path, num_texts: int, length: int, seed: int, *, show_progress: bool
 ) -> np.ndarray:
     """Returns texts i32[B, length] that the model samples at temperature 1.
 
@@ -142,18 +144,17 @@ def _own_texts(
     import numpy as np
 
     from jaxinfer import LLM, EngineConfig, SamplingParams
-    from jaxinfer.checkpoint.fingerprint import fingerprint
     from jaxinfer.checkpoint.quantized_copy import CALIBRATED
     from jaxinfer.text.tokenizer import Tokenizer
 
-    kept = target / CALIBRATED / f"texts-{fingerprint(source)}-{num_texts}-{length}-{seed}.npy"
+    kept = target / CALIBRATED / f"texts-{checkpoint.digest()}-{num_texts}-{length}-{seed}.npy"
     if kept.is_file():
         return np.load(kept)
-    tokenizer = Tokenizer.from_path(source)
+    tokenizer = Tokenizer.from_path(checkpoint.path)
     begin = [] if tokenizer is None else tokenizer.encode("")
     require_int("text_length", length, max(len(begin), 1) + 1)
     generator = np.random.default_rng(seed)
-    with LLM(source, config=EngineConfig(max_model_len=length), show_progress=show_progress) as llm:
+    with LLM(checkpoint.path, config=EngineConfig(max_model_len=length), show_progress=show_progress) as llm:
         firsts = generator.integers(llm.model_config.vocab_size, size=num_texts)
         prompts = [begin or [int(first)] for first in firsts]
         params = [

@@ -17,16 +17,8 @@ import jax
 from tqdm import tqdm
 
 from jaxinfer._version import __version__
-from jaxinfer.checkpoint import (
-    abstract_checkpoint,
-    load_checkpoint,
-    read_config,
-    read_eos_token_ids,
-    read_sampling_defaults,
-    require_fitting_tensors,
-)
+from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from jaxinfer.checkpoint.adapters import read_adapter
-from jaxinfer.checkpoint.huggingface import read_headers
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
@@ -82,7 +74,7 @@ class EngineParts:
 
 
 def build_engine(
-    path: Path,
+    checkpoint: Checkpoint,
     config: EngineConfig,
     dtype: str,
     *,
@@ -100,26 +92,28 @@ def build_engine(
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
     if config.parallelism is None and devices is None:
-        config = replace(config, parallelism=fewest_devices(path, config, dtype, speculates=speculation is not None))
-    placements = Placement.of_replicas(read_config(path), config.parallelism, devices)
+        config = replace(
+            config, parallelism=fewest_devices(checkpoint, config, dtype, speculates=speculation is not None)
+        )
+    placements = Placement.of_replicas(checkpoint.config, config.parallelism, devices)
     if len(placements) > 1 and speculation is not None:
         raise ValueError(
             f"speculation={shown(speculation)} drafts for one replica, and EngineConfig.parallelism has"
             f" replicas={len(placements)}; leave out one of the two"
         )
     options = {"custom": custom, "speculation": speculation, "show_progress": show_progress}
-    connect = partial(_connect_parts, path, config, dtype, placements, **options)
+    connect = partial(_connect_parts, checkpoint, config, dtype, placements, **options)
     if not placements[0].spans_processes:
         return connect(on_failure=on_failure, hosts=None)
     refuse_over_processes(config, speculation)
     hosts = Hosts.join()
     with hosts.failing_together():
-        hosts.agree(given_facts(path, config, dtype, custom, speculation, placements[0]))
+        hosts.agree(given_facts(checkpoint, config, dtype, custom, speculation, placements[0]))
         return connect(on_failure=hosts.also_failing(on_failure), hosts=hosts)
 
 
 def _connect_parts(
-    path: Path,
+    checkpoint: Checkpoint,
     config: EngineConfig,
     dtype: str,
     placements: Sequence[Placement],
@@ -133,7 +127,7 @@ def _connect_parts(
     """Returns the parts of an engine on these placements; in a process that follows another one it does not return."""
     placement = placements[0]
     weights = {"quantization": config.quantization, "mesh": placement.mesh}
-    abstract, model_config = abstract_checkpoint(path, dtype, **weights)
+    abstract, model_config = checkpoint.abstract(dtype, **weights)
     model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
     abstract = placement.params(model_config, abstract)
@@ -143,28 +137,28 @@ def _connect_parts(
     logger.info(limits)
     if show_progress:
         tqdm.write(limits, file=sys.stderr)
-    planned = plan_speculation(speculation, config, dtype, target=path)
+    planned = plan_speculation(speculation, config, dtype, target=checkpoint)
     if planned is None:
-        require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
+        checkpoint.plan(model_config)  # else an error would come after seconds of compilation
         models = [
             plan_target(one.params(model_config, abstract), model_config, config, dtype, custom, None, one)
             for one in placements
         ]
-        params, warm_ups = load_and_compile(path, models, dtype, show_progress=show_progress)
+        params, warm_ups = load_and_compile(checkpoint, models, dtype, show_progress=show_progress)
     else:  # a drafter may compute with the parameters while it is prepared
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
-        target, model_config = load_target(path, config, dtype, planned, **loading)
+        target, model_config = load_target(checkpoint, config, dtype, planned, **loading)
         model_config = model_config.for_length(config.max_model_len)
         model = plan_target(target, model_config, config, dtype, custom, planned, placement)
         limit = plan_limit(config, resident_bytes(target, planned), placement)
         params = [target]
         warm_ups = [WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)]
-    tokenizer = Tokenizer.from_path(path)
+    tokenizer = Tokenizer.from_path(checkpoint.path)
     # The smallest pool: devices may have less free memory than others. On the host a page has each KV head once.
     cache_config = min((warm_up.cache_config for warm_up in warm_ups), key=lambda cache: cache.num_pages)
     tiers = plan_tiers(config, page_bytes(model_config.for_devices(1), cache_config))
     admission, scheduler = plan_host(
-        path,
+        checkpoint,
         model_config,
         config,
         dtype,
@@ -181,7 +175,7 @@ def _connect_parts(
         hosts.agree({"model": repr(model_config), "EngineConfig, with the limits of the devices": repr(config)})
         if hosts.index > 0:
             own = {"max_rank": config.max_adapter_rank, "dtype": warm_ups[0].model.params.final_norm.dtype}
-            runners[0].follow(partial(read_adapter, checkpoint=path, config=model_config, **own))
+            runners[0].follow(partial(read_adapter, checkpoint=checkpoint, config=model_config, **own))
             hosts.wait_for_end()
             raise SystemExit(0)
     if config.num_prefill_replicas:
@@ -215,7 +209,7 @@ def refuse_over_processes(config: EngineConfig, speculation: Any) -> None:
 
 
 def given_facts(
-    path: Path,
+    checkpoint: Checkpoint,
     config: EngineConfig,
     dtype: str,
     custom: Iterable[str],
@@ -226,7 +220,7 @@ def given_facts(
     drafter = str(speculation) if isinstance(speculation, str | Path) else type(speculation).__name__
     return {
         "version of jaxinfer or JAX": f"{__version__}, {jax.__version__}",
-        "checkpoint (names and sizes of files)": repr(_sizes_of_files(path)),
+        "checkpoint (names and sizes of files)": repr(checkpoint.file_sizes(TEXT_FILES)),
         "EngineConfig": repr(config),
         "dtype": dtype,
         "logits_processors or speculation": f"{sorted(custom)}, {drafter}",
@@ -234,17 +228,8 @@ def given_facts(
     }
 
 
-def _sizes_of_files(path: Path) -> list[tuple[str, int]]:
-    """Returns the names and bytes of the files of a checkpoint that an engine reads; a folder may have others too."""
-    files = {path}
-    if path.is_dir():
-        files = {path / "config.json", *(tensor.path for tensor in read_headers(path).values())}
-        files |= {file for name in TEXT_FILES if (file := path / name).is_file()}
-    return sorted((file.name, file.stat().st_size) for file in files)
-
-
 def load_and_compile(
-    path: Path, models: Sequence[EngineModel], dtype: str, *, show_progress: bool
+    checkpoint: Checkpoint, models: Sequence[EngineModel], dtype: str, *, show_progress: bool
 ) -> tuple[list[Params], list[WarmUp]]:
     """Loads the weights while the largest step of each replica compiles, which depends on their shapes alone.
 
@@ -259,7 +244,7 @@ def load_and_compile(
             for model, limit in zip(models, limits, strict=True)
         ]
         loading = {"quantization": config.quantization, "mesh": first.placement.mesh, "show_progress": show_progress}
-        params, _ = load_checkpoint(path, dtype, **loading)
+        params, _ = checkpoint.load(dtype, **loading)
         copies = [copied(params, model.params) for model in others]
         return [params, *copies], [future.result() for future in warm_ups]
     finally:
@@ -267,7 +252,7 @@ def load_and_compile(
 
 
 def plan_host(
-    path: Path,
+    checkpoint: Checkpoint,
     model_config: ModelConfig,
     config: EngineConfig,
     dtype: str,
@@ -290,13 +275,12 @@ def plan_host(
     cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placements[0])
     window = plan_window(model_config, config, drafter)
     further = plan_further_kinds(model_config, config, max_model_len)
-    eos_token_ids = read_eos_token_ids(path)
-    model = f"{path} {dtype} {model_config}"
-    if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
+    model = f"{checkpoint.path} {dtype} {model_config}"
+    if config.disk_cache_path is not None:  # the disk cache outlasts this process; its files may change
         devices = identity_of(placements)
-        model = repr(page_identity(path, dtype, model_config, cache_config, config, window, devices=devices))
+        model = repr(page_identity(checkpoint, dtype, model_config, cache_config, config, window, devices=devices))
     defaults = read_sampling_defaults(
-        path, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
+        checkpoint, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
     )
     admission = Admission(
         dtype=dtype,
@@ -304,7 +288,7 @@ def plan_host(
         engine_config=config,
         cache_config=cache_config,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=checkpoint.eos_token_ids,
         default_sampling_params=defaults if tokenizer is None else _with_special_stops(defaults, tokenizer),
         max_model_len=max_model_len,
         window=window,
@@ -313,7 +297,7 @@ def plan_host(
         adapters=AdapterSlots(config.max_adapters),
         devices=identity_of(placements),
         takes_predictions=speculation is not None and isinstance(speculation.proposer.drafter, NgramDrafter),
-        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, checkpoint.eos_token_ids),
     )
     scheduler = Scheduler(
         max_num_seqs=max_rows(config),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
-from jaxinfer.checkpoint import abstract_checkpoint, read_config
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import EngineConfig, Parallelism
 from jaxinfer.device import free_bytes
 from jaxinfer.engine.execution.memory_plan import (
@@ -56,7 +55,7 @@ LOOP_SECONDS, MAX_LOOP_SECONDS = 0.005, 0.010
 MAX_LOOP_STEPS = 8
 
 
-def fewest_devices(path: Path, config: EngineConfig, dtype: str, *, speculates: bool) -> Parallelism | None:
+def fewest_devices(checkpoint: Checkpoint, config: EngineConfig, dtype: str, *, speculates: bool) -> Parallelism | None:
     """Returns the split of a checkpoint over the fewest devices of this process that hold it; None is one device.
 
     They hold it if, beside parameters and steps, each has room for the pages of a request of TOKENS_PER_ROW tokens. If
@@ -65,8 +64,8 @@ def fewest_devices(path: Path, config: EngineConfig, dtype: str, *, speculates: 
     """
     if jax.process_count() > 1 or jax.local_device_count() == 1 or free_bytes(jax.local_devices()) is None:
         return None
-    find_refusal = functools.partial(_refusal, path, config, dtype, speculates=speculates)
-    splits, refusal = [*possible_splits(read_config(path))], None
+    find_refusal = functools.partial(_refusal, checkpoint, config, dtype, speculates=speculates)
+    splits, refusal = [*possible_splits(checkpoint.config)], None
     for split in splits:
         refusal = find_refusal(split)
         if refusal is None:
@@ -78,21 +77,23 @@ def fewest_devices(path: Path, config: EngineConfig, dtype: str, *, speculates: 
     return None
 
 
-def _refusal(path: Path, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool) -> str | None:
+def _refusal(
+    checkpoint: Checkpoint, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
+) -> str | None:
     """Returns why devices do not hold a model that is split so; None if they do."""
     try:
-        memory = _planned_memory(path, config, dtype, split, speculates=speculates)
+        memory = _planned_memory(checkpoint, config, dtype, split, speculates=speculates)
     except ValueError as error:
         return str(error)
     return None if memory.num_fitting >= memory.num_pages else f"its memory is short: {memory}"
 
 
 def _planned_memory(
-    path: Path, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
+    checkpoint: Checkpoint, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
 ) -> MemoryPlan:
     """Returns the plan of each device with the fewest pages that an engine may have."""
-    placement = Placement.of(read_config(path), split)
-    abstract, model = abstract_checkpoint(path, dtype, quantization=config.quantization, mesh=placement.mesh)
+    placement = Placement.of(checkpoint.config, split)
+    abstract, model = checkpoint.abstract(dtype, quantization=config.quantization, mesh=placement.mesh)
     model = model.for_length(config.max_model_len)
     params = placement.params(model, abstract)
     config = fit_limits(config, model, params, dtype, speculates=speculates, placement=placement)

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 import jax
 
-from jaxinfer.checkpoint import resolve_checkpoint
+from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
@@ -87,12 +87,12 @@ class Engine:
         require_own_process()
         enable_compilation_cache()
         self._dtype = resolve_dtype(dtype)
-        self._path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+        self._checkpoint = open_checkpoint(BUNDLED_MODEL if model is None else model)
         # In requests that name their model: the shorter name, and the one that was given.
         self.model_names = tuple(dict.fromkeys((name_of(model), *(() if model is None else (str(model),)))))
         self._health = Health()
         parts = build_engine(
-            self._path,
+            self._checkpoint,
             config,
             self._dtype,
             custom=dict(logits_processors or {}),
@@ -125,7 +125,7 @@ class Engine:
             state = f"{self._scheduler.num_unfinished} unfinished requests" if self._health.is_good else "failed"
         dtype = describe_dtype(self._dtype, self.engine_config)
         return (
-            f"{self._path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {dtype},"
+            f"{self._checkpoint.path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {dtype},"
             f" max_num_seqs={self.engine_config.max_num_seqs}, {state}"
         )
 
@@ -214,7 +214,7 @@ class Engine:
                 " number of adapters that may be loaded at once"
             )
         options = {"max_rank": config.max_adapter_rank, "dtype": self._warm_ups[0].model.params.final_norm.dtype}
-        return read_adapter(path, self._path, self.model_config, **options)
+        return read_adapter(path, self._checkpoint, self.model_config, **options)
 
     def metrics(self) -> Metrics:
         """Returns the present numbers of requests and pages, and the engine's counters since the start."""
@@ -224,7 +224,7 @@ class Engine:
     def identity(self) -> dict[str, str]:
         """Returns the properties that determine the text of a request: see `text_identity`."""
         self.check()
-        return text_identity(self._path, self._admission)
+        return text_identity(self._checkpoint, self._admission)
 
     def ready(self) -> Ready | None:
         """Returns the state of compilation at this moment, with the memory plan; None after `close` or a failure."""
@@ -448,7 +448,7 @@ class Engine:
         return SampleGroup(requests, admission.params_version, self._ids)
 
     def _make_branches(self) -> Branches:
-        return Branches(self._admission, self._scheduler, self._runners, self._path)
+        return Branches(self._admission, self._scheduler, self._runners, self._checkpoint)
 
 
 def _check_types(model: Any, config: Any, processors: Any) -> None:

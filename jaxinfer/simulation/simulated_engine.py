@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxinfer.checkpoint import abstract_checkpoint, resolve_checkpoint
+from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
@@ -202,15 +202,15 @@ def load_simulated_engine(
         )
     require(model != "", "model", model, "a folder or Hub id, or None for the bundled model")
     dtype = resolve_dtype(dtype)
-    path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+    checkpoint = open_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
     engine_config = replace(engine_config, decode_loop_steps=loop_steps(engine_config))
-    params, model_config = abstract_checkpoint(path, dtype, quantization=engine_config.quantization)
+    params, model_config = checkpoint.abstract(dtype, quantization=engine_config.quantization)
     model_config = model_config.for_length(engine_config.max_model_len)
     engine_config = fit_limits(engine_config, model_config, params, dtype, speculates=False)
     placements = [DEFAULT_DEVICE] * parallelism.replicas
     options: dict[str, Any] = {"tokenizer": None, "placements": placements, "clock": clock}
-    admission, scheduler = plan_host(path, model_config, engine_config, dtype, **options)
+    admission, scheduler = plan_host(checkpoint, model_config, engine_config, dtype, **options)
     devices = [SimulatedDevice(engine_config, clock, step_times) for _ in placements]
     if link_bandwidth is not None:
         kinds = range(len(model_config.page_kinds))

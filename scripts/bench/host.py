@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxinfer.checkpoint import read_config
+from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
@@ -58,7 +58,8 @@ class NoDevice(Device):
 
 def measure(batch: int, *, is_changing: bool) -> list[float]:
     """Returns the seconds of each step with the same rows or with new ones, text and deltas included."""
-    model_config = read_config(BUNDLED_MODEL)
+    checkpoint = open_checkpoint(BUNDLED_MODEL)
+    model_config = checkpoint.config
     most = max(512, batch)
     # With fewer tokens in mixed steps, requests would start at different steps, and some need a page in every step.
     config = EngineConfig(
@@ -68,7 +69,7 @@ def measure(batch: int, *, is_changing: bool) -> list[float]:
         max_model_len=MAX_MODEL_LEN,
         cache_bytes=2**40,
     )
-    admission, scheduler = plan_host(BUNDLED_MODEL, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
+    admission, scheduler = plan_host(checkpoint, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
     buffer = DeltaBuffer()
     pipeline, routes = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputRoutes()
     draw, ids, seconds = random.Random(0), itertools.count(), []

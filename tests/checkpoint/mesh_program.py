@@ -11,7 +11,7 @@ import sys
 import jax
 import numpy as np
 
-from jaxinfer.checkpoint.huggingface import load_params, read_config
+from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
 from jaxinfer.model.params import shardings
 

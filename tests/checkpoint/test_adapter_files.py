@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxinfer.checkpoint import load_params, read_config
+from jaxinfer.checkpoint import Checkpoint, load_params, read_config
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.model.adapted_params import Adapter, adapted_weights
 from jaxinfer.model.components.layers import TensorSpec
@@ -53,7 +53,7 @@ def adapter(checkpoint, tmp_path_factory):
 
 def read(adapter: Path, checkpoint: Path, **options: Any) -> Adapter:
     options = {"max_rank": MAX_RANK, "dtype": np.float32, **options}
-    return read_adapter(adapter, checkpoint, read_config(checkpoint), **options)
+    return read_adapter(adapter, Checkpoint(checkpoint), read_config(checkpoint), **options)
 
 
 def changed_weights(checkpoint: Path, adapter: Adapter) -> list[np.ndarray]:

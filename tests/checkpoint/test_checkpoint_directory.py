@@ -10,9 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-import jaxinfer.checkpoint
-from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint
-from jaxinfer.checkpoint.huggingface import read_config, read_eos_token_ids, resolve_checkpoint
+from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, read_config, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import read_header
 from tests.oracles import save_random_checkpoint
 
@@ -118,7 +116,7 @@ def test_unreadable_config_is_refused(tmp_path, content, complaint):
     ],
 )
 def test_layers_are_loaded_in_the_groups_that_suit_the_device(tmp_path, monkeypatch, scans, cuts, groups):
-    monkeypatch.setattr(jaxinfer.checkpoint, "scans_layers", lambda: scans)
+    monkeypatch.setattr("jaxinfer.checkpoint.checkpoint.scans_layers", lambda: scans)
     path = save_random_checkpoint(tmp_path, "llama")
 
     params, config = load_checkpoint(path, layer_cuts=cuts)
@@ -146,21 +144,21 @@ def test_config_of_a_saved_checkpoint_is_read(tmp_path, family):
 )
 def test_generation_config_decides_the_end_tokens_before_config(tmp_path, files, expected):
     write(tmp_path, **files)
-    assert read_eos_token_ids(tmp_path) == expected
+    assert Checkpoint(tmp_path).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("value", ["</s>", -1, [1, None], True])
 def test_end_token_that_is_no_id_is_refused(tmp_path, value):
     write(tmp_path, config={"eos_token_id": value})
     with pytest.raises(ValueError, match=r"eos_token_id=.*config\.json"):
-        read_eos_token_ids(tmp_path)
+        _ = Checkpoint(tmp_path).eos_token_ids
 
 
 def test_loading_imports_neither_torch_nor_the_hub(tmp_path):
     path = save_random_checkpoint(tmp_path, "llama")
     program = (
-        "import sys; from jaxinfer.checkpoint.huggingface import *; import jaxinfer.checkpoint.orbax;"
-        " path = resolve_checkpoint(sys.argv[1]); load_params(path, read_config(path), 'float32');"
+        "import sys; from jaxinfer.checkpoint import load_checkpoint; import jaxinfer.checkpoint.orbax;"
+        " load_checkpoint(sys.argv[1]);"
         " print([name for name in ('torch', 'transformers', 'huggingface_hub', 'orbax.checkpoint')"
         " if name in sys.modules])"
     )

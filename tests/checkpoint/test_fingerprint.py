@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from jaxinfer.checkpoint.fingerprint import fingerprint
+from jaxinfer.checkpoint import Checkpoint
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def folder(tmp_path):
 
 
 def test_the_same_weights_have_the_same_fingerprint_wherever_they_lie(folder, tmp_path):
-    before = fingerprint(folder)
+    before = Checkpoint(folder).digest()
     (folder / "README.md").write_text("another word")
 
     shutil.move(folder, tmp_path / "b")
 
-    assert fingerprint(tmp_path / "b") == before
+    assert Checkpoint(tmp_path / "b").digest() == before
 
 
 CHANGES = {
@@ -38,8 +38,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_other_weights_have_another_fingerprint(folder, change):
-    before = fingerprint(folder)
+    before = Checkpoint(folder).digest()
 
     change(folder)
 
-    assert fingerprint(folder) != before
+    assert Checkpoint(folder).digest() != before

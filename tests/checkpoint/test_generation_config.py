@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from jaxinfer.checkpoint import read_sampling_defaults
+from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from jaxinfer.checkpoint.generation_config import FIELDS, FILTERS, OTHERS
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling_params import TotalLength
@@ -19,7 +19,7 @@ DEFAULTS = SamplingParams()
 
 def read(path, *, limits=None, **stated):
     (path / "generation_config.json").write_text(json.dumps(stated))
-    return read_sampling_defaults(path, **(limits or {}))
+    return read_sampling_defaults(Checkpoint(path), **(limits or {}))
 
 
 HONOURED = {
@@ -171,7 +171,7 @@ def test_a_wrong_value_is_refused_by_file_and_field(tmp_path, caplog, name):
 
 
 def test_no_file_means_no_defaults(tmp_path):
-    assert read_sampling_defaults(tmp_path) == DEFAULTS
+    assert read_sampling_defaults(Checkpoint(tmp_path)) == DEFAULTS
 
 
 @pytest.mark.parametrize(

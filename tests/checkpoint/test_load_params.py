@@ -16,10 +16,10 @@ import safetensors.torch
 import torch
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.assembly import plan_assembly
 from jaxinfer.checkpoint.config_json.family import EMBEDDING, embedding_name
 from jaxinfer.checkpoint.families.llama import WEIGHTS
-from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.model.config import Branch, LayerGroup, scan_sizes
 from jaxinfer.model.params import shardings
 from jaxinfer.quantization import QuantizedArray

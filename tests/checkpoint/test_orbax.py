@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.checkpoint.huggingface import load_params, read_config
+from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
 from jaxinfer.model.components.rope import RopeScaling
 from jaxinfer.model.config import uniform_decoder

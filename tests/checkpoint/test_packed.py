@@ -17,8 +17,7 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from jax.tree_util import tree_leaves_with_path
 from safetensors.torch import load_file
 
-from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
-from jaxinfer.checkpoint.huggingface import layers_packed_anew, require_fitting_tensors
+from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.stored import StoredQuantized, require_even
 from jaxinfer.model.params import shardings
 from jaxinfer.plan.memory import num_bytes
@@ -99,7 +98,7 @@ def is_quantized(node: Any) -> bool:
 
 
 def test_packed_weights_mean_the_number_less_its_zero_point_times_the_scale(case):
-    _, stored = require_fitting_tensors(case.path, read_config(case.path))
+    _, stored = Checkpoint(case.path).plan(read_config(case.path))
 
     read = {name: tensor.floats() for name, tensor in stored.items() if isinstance(tensor, StoredQuantized)}
     # Experts of GPT-OSS are stored with their inputs last if they are packed.
@@ -111,7 +110,7 @@ def test_packed_weights_mean_the_number_less_its_zero_point_times_the_scale(case
 
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_numbers_on_the_device_mean_the_same(case, is_packed, monkeypatch):
-    monkeypatch.setattr("jaxinfer.checkpoint.huggingface.packs_integers", lambda: is_packed)
+    monkeypatch.setattr("jaxinfer.checkpoint.checkpoint.packs_integers", lambda: is_packed)
     check_numbers(case)
 
 
@@ -215,8 +214,8 @@ def test_layers_packed_in_another_way_begin_a_new_stack(tmp_path, monkeypatch):
     expected, _ = load_checkpoint(packed.path)
     sequences = [np.arange(20) % config.vocab_size]
 
-    assert layers_packed_anew(packed.path, config) == [1, 2]
-    monkeypatch.setattr("jaxinfer.checkpoint.scans_layers", lambda: True)
+    assert Checkpoint(packed.path).layers_packed_anew(config) == [1, 2]
+    monkeypatch.setattr("jaxinfer.checkpoint.checkpoint.scans_layers", lambda: True)
     params, grouped = load_checkpoint(packed.path)
     assert [stack.num_layers for stack in grouped.stacks] == [1, 1, 1]
     ours = replay(params, sequences, [[(0, 20)]], config=grouped, shape=SHAPE)
@@ -396,7 +395,7 @@ def test_names_of_autofp8_are_read(sources, tmp_path):
     packed = WRITERS["fp8"](sources["llama"], tmp_path / "both", block=None)
     rewrite(packed.path, lambda tensors: {n.replace("weight_scale_inv", "weight_scale"): t for n, t in tensors.items()})
 
-    _, stored = require_fitting_tensors(packed.path, read_config(packed.path))
+    _, stored = Checkpoint(packed.path).plan(read_config(packed.path))
 
     for name, weight in packed.weights.items():
         tensor = stored[name]
@@ -412,7 +411,7 @@ def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
     settings["config_groups"] = {"others": other, "own": own | {"targets": ["re:.*layers.*"]}}
     edit_json(packed.path, quantization_config=settings)
 
-    _, stored = require_fitting_tensors(packed.path, read_config(packed.path))
+    _, stored = Checkpoint(packed.path).plan(read_config(packed.path))
 
     for name, weight in packed.weights.items():
         tensor = stored[name]

@@ -12,8 +12,7 @@ import pytest
 import torch
 import transformers
 
-from jaxinfer.checkpoint import load_checkpoint, quantized_copy, read_config
-from jaxinfer.checkpoint.huggingface import require_fitting_tensors
+from jaxinfer.checkpoint import Checkpoint, load_checkpoint, quantized_copy, read_config
 from jaxinfer.checkpoint.quantized_copy import SCHEMES, write_quantized
 from jaxinfer.checkpoint.stored import StoredQuantized
 from jaxinfer.cli.main import main
@@ -42,7 +41,7 @@ def copy(request, source):
 
 
 def floats(path):
-    _, stored = require_fitting_tensors(path, read_config(path))
+    _, stored = Checkpoint(path).plan(read_config(path))
     return {name: t.floats() if isinstance(t, StoredQuantized) else t.map() for name, t in stored.items()}
 
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 import torch
 import transformers
 
-from jaxinfer.checkpoint import load_params, read_config, read_eos_token_ids
+from jaxinfer.checkpoint import Checkpoint, load_params, read_config
 from jaxinfer.model.components.attention import Attention
 from tests.checkpoint.renamed import rewrite
 from tests.oracles import NO_IDS, SIZES, reference_logits
@@ -220,4 +220,4 @@ def test_the_end_tokens_of_the_text_model_count(copied):
     (path / "generation_config.json").unlink()
     text_config(path, eos_token_id=[1, 7])
 
-    assert read_eos_token_ids(path) == (1, 7)
+    assert Checkpoint(path).eos_token_ids == (1, 7)

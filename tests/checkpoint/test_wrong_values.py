@@ -12,7 +12,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from jaxinfer.checkpoint import load_params, read_config, read_eos_token_ids
+from jaxinfer.checkpoint import Checkpoint, load_params, read_config
 from jaxinfer.checkpoint.draft_heads import DESCRIPTION, FURTHER, SHAPES, TENSORS, load_draft_heads
 from jaxinfer.checkpoint.safetensors_file import read_header
 from jaxinfer.engine.speculation.load import drafter_of
@@ -69,7 +69,7 @@ def test_a_wrong_value_in_config_json_is_refused_by_its_own_name(tmp_path, famil
             hf = {"model_type": family, **SIZES, **FAMILY_SIZES.get(family, {}), **window, key: value}
             try:
                 assert isinstance(config_of(tmp_path, hf), ModelConfig)
-                read_eos_token_ids(tmp_path)
+                _ = Checkpoint(tmp_path).eos_token_ids
             except ValueError as refusal:
                 if not window:
                     assert_named(refusal, tmp_path / "config.json", key, value)
@@ -90,7 +90,7 @@ def test_a_wrong_value_among_the_rope_parameters_is_refused_by_its_own_name(tmp_
 def test_a_wrong_value_in_generation_config_json_is_refused(tmp_path, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     try:
-        assert all(isinstance(token_id, int) for token_id in read_eos_token_ids(tmp_path))
+        assert all(isinstance(token_id, int) for token_id in Checkpoint(tmp_path).eos_token_ids)
     except ValueError as refusal:
         assert_named(refusal, tmp_path / "generation_config.json", "eos_token_id", value)
 
@@ -141,7 +141,8 @@ def test_a_wrong_entry_in_a_safetensors_header_is_refused(tmp_path, value):
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a": ' * 100_000, "9" * 5000, "", "\0", "[1]", "null"])
 def test_what_is_no_json_object_is_refused_wherever_it_stands(tmp_path, content):
     names = ["config.json", "generation_config.json", "tokenizer.json"]
-    for name, read in zip(names, (read_config, read_eos_token_ids, Tokenizer.from_path), strict=True):
+    reads = (read_config, lambda path: Checkpoint(path).eos_token_ids, Tokenizer.from_path)
+    for name, read in zip(names, reads, strict=True):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match="download it again") as refusal:
             read(tmp_path)

@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from jaxinfer.checkpoint import (
-    abstract_checkpoint,
-    load_checkpoint,
-    read_config,
-    read_eos_token_ids,
-    resolve_checkpoint,
-)
+from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, read_config, resolve_checkpoint
 from jaxinfer.checkpoint.draft_layers import is_eagle3
-from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.checkpoint.quantized_copy import write_quantized
 from jaxinfer.config import SamplingParams
 from jaxinfer.parallel.placement import Placement
@@ -160,7 +153,7 @@ def test_a_quantized_copy_of_a_file_is_refused(tmp_path):
 
 
 def test_a_file_may_be_a_draft_model(files):
-    assert not is_eagle3(files[0])
+    assert not is_eagle3(Checkpoint(files[0]))
 
 
 def test_the_fingerprint_is_that_of_the_file(files, tmp_path):
@@ -172,7 +165,7 @@ def test_the_fingerprint_is_that_of_the_file(files, tmp_path):
     content[-1] ^= 1
     other.write_bytes(content)
 
-    assert fingerprint(files[0]) == fingerprint(copy) != fingerprint(other)
+    assert Checkpoint(files[0]).digest() == Checkpoint(copy).digest() != Checkpoint(other).digest()
 
 
 def test_a_file_of_another_kind_is_refused_with_the_way_out(tmp_path):
@@ -212,7 +205,7 @@ def ends(tmp_path: Path, tokens: dict[str, int], eos: int) -> list[str]:
         writer.add_eos_token_id(eos)
 
     path, _ = save_gguf(tmp_path, "llama", "F16", add=add, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    return [list(tokens)[i] for i in read_eos_token_ids(path)]
+    return [list(tokens)[i] for i in Checkpoint(path).eos_token_ids]
 
 
 def test_a_text_ends_at_special_tokens_of_the_usual_names_too(tmp_path):

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxinfer.checkpoint import read_config, read_eos_token_ids, read_sampling_defaults, require_fitting_tensors
+from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from jaxinfer.checkpoint.stored import StoredBlocks, StoredQuantized
 from jaxinfer.gguf import file as gguf_file
 from jaxinfer.gguf.file import read_gguf
@@ -151,17 +151,18 @@ def test_a_header_has_a_bound(tmp_path, monkeypatch):
 
 def read_whole(path: Path) -> list[Any]:
     """Reads what an engine reads of a file."""
-    config = read_config(path)
+    checkpoint = Checkpoint(path)
     tokenizer = Tokenizer.from_path(path)
     assert tokenizer is not None
-    _, stored = require_fitting_tensors(path, config)
+    _, stored = checkpoint.plan(checkpoint.config)
     tensors = [stored[name] for name in sorted(stored)]
     floats = [tensor.floats() if isinstance(tensor, StoredQuantized) else tensor.map() for tensor in tensors]
     for tensor in tensors:
         if isinstance(tensor, StoredBlocks):
             tensor.blocks(slice(0, None))
     ids = tokenizer.encode("a cab")
-    return [config, read_eos_token_ids(path), read_sampling_defaults(path), ids, *(f.tobytes() for f in floats)]
+    defaults = read_sampling_defaults(checkpoint)
+    return [checkpoint.config, checkpoint.eos_token_ids, defaults, ids, *(f.tobytes() for f in floats)]
 
 
 def refusal_of(path: Path) -> str | None:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from jaxinfer.checkpoint import Checkpoint, read_config
 from jaxinfer.checkpoint.assembly import Assembly
-from jaxinfer.checkpoint.huggingface import read_config, read_tensors, require_fitting_tensors
+from jaxinfer.checkpoint.checkpoint import read_tensors
 from jaxinfer.model.calibration import embed_texts, input_moments, run_layer
 from tests.checkpoint.renamed import read_tensors as read_tensors_of
 from tests.oracles import load_reference, save_random_checkpoint
@@ -42,7 +43,7 @@ def moments_of_layers(path):
     """Yields the stored names and the moments of each weight of a product, layer by layer."""
     config = read_config(path)
     config = config.regrouped((1,) * config.num_layers)
-    plan, stored = require_fitting_tensors(path, config)
+    plan, stored = Checkpoint(path).plan(config)
     params = read_tensors(plan, stored, np.float32)
     activations = embed_texts(params, jnp.asarray(TEXTS, jnp.int32), config=config)
     for index, layer in enumerate(plan.layers):

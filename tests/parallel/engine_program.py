@@ -27,7 +27,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
+from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, open_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.engine import device_limits
 from jaxinfer.engine.async_llm import AsyncLLM
@@ -527,7 +527,10 @@ def fewest_devices(checkpoint: str) -> dict[str, Any]:
 
     with devices_of(2_000_000):
         assert (
-            device_limits.fewest_devices(Path(checkpoint), EngineConfig(**SIZES), "float32", speculates=False) is None
+            device_limits.fewest_devices(
+                open_checkpoint(checkpoint), EngineConfig(**SIZES), "float32", speculates=False
+            )
+            is None
         )
     results["too few"] = list(lines)
     for num_bytes_of_device in (12_000_000, 40_000_000):

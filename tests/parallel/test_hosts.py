@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.assembly import given_facts, refuse_over_processes
 from jaxinfer.parallel.hosts import Hosts
@@ -196,7 +197,7 @@ def test_processes_compare_the_files_that_an_engine_reads(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
 
     def facts() -> dict[str, str]:
-        return given_facts(checkpoint, EngineConfig(), "float32", (), None, DEFAULT_DEVICE)
+        return given_facts(Checkpoint(checkpoint), EngineConfig(), "float32", (), None, DEFAULT_DEVICE)
 
     before = facts()
     (checkpoint / "original").mkdir()

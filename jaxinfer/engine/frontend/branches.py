@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
@@ -24,11 +25,13 @@ from jaxinfer.validation import is_int, require, require_int, shown
 class Branches:
     """Operations on one unfinished request. ValueError if it has finished or has several samples."""
 
-    def __init__(self, admission: Admission, scheduler: Scheduler, runners: Sequence[Runner], path: Path) -> None:
+    def __init__(
+        self, admission: Admission, scheduler: Scheduler, runners: Sequence[Runner], checkpoint: Checkpoint
+    ) -> None:
         self._admission = admission
         self._scheduler = scheduler
         self._runners = runners  # of each replica
-        self._path = path
+        self._checkpoint = checkpoint
 
     def fork(self, request_id: int, branch_id: int, seed: int | None = None) -> Request:
         """Returns a branch of a request, with the same tokens, parameters and options, to be queued.
@@ -111,7 +114,7 @@ class Branches:
         admission = self._admission
         configs = admission.model_config, admission.cache_config, admission.engine_config
         engine = admission.window, admission.params_version, admission.devices
-        return page_identity(self._path, admission.dtype, *configs, *engine)
+        return page_identity(self._checkpoint, admission.dtype, *configs, *engine)
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:

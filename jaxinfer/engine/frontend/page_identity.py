@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 
 from jaxinfer._version import __version__
-from jaxinfer.checkpoint.fingerprint import fingerprint
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.device import describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
@@ -28,7 +27,7 @@ TEXT_FILES = (
 
 
 def page_identity(
-    path: Path,
+    checkpoint: Checkpoint,
     dtype: str,
     model_config: ModelConfig,
     cache_config: CacheConfig,
@@ -45,7 +44,7 @@ def page_identity(
     # With attention sinks, the contents of a page depend on the tokens that were evicted before it.
     seen = "all" if window is None or not window.num_sinks else f"{window.num_seen}, {window.num_sinks} of them sinks"
     return {
-        "weights": fingerprint(path) + params_version,
+        "weights": checkpoint.digest() + params_version,
         "quantization": str(engine_config.quantization),
         "model": repr(model_config.for_devices(1)),  # a request is restored on any mesh
         "dtype": describe_dtype(dtype, engine_config),
@@ -71,7 +70,7 @@ def _platform(engine_config: EngineConfig) -> str:
     return platform if attention is None else f"{platform}, attention by the {attention}"
 
 
-def text_identity(path: Path, admission: Admission) -> dict[str, str]:
+def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str]:
     """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
     Machine and versions are left out although they may change the last bits, so another machine may continue a job
@@ -82,13 +81,15 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
     adapters = sorted((adapter.name, adapter.digest[:DIGEST_LEN]) for adapter in admission.adapters.loaded)
-    templates = [f"{file.parent.name}/{file.name}" for file in path.glob("additional_chat_templates/*.jinja")]
+    templates = [
+        f"{file.parent.name}/{file.name}" for file in checkpoint.path.glob("additional_chat_templates/*.jinja")
+    ]
     # One device has no entry, as in texts from before there was a choice.
     mesh = config.parallelism or Parallelism()
     is_one = mesh.devices_per_replica == 1
     shared = {} if is_one else {"parallelism": f"Parallelism(tensor={mesh.tensor}, experts={mesh.experts})"}
     return shared | {
-        "model": fingerprint(path, (*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
+        "model": checkpoint.digest((*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
         "dtype": describe_dtype(admission.dtype, config),
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinfer.checkpoint import load_checkpoint, read_config, resolve_checkpoint
+from jaxinfer.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
 from jaxinfer.checkpoint.draft_layers import MTP, is_eagle3, load_eagle3, load_mtp
 from jaxinfer.config import EngineConfig
@@ -32,7 +32,7 @@ CHAIN_DRAFTERS = (NgramDrafter, DraftModel, ExitDrafter)
 
 
 def plan_speculation(
-    speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str, *, target: Path
+    speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str, *, target: Checkpoint
 ) -> Speculation | None:
     """Returns the speculation of an engine for the checkpoint `target`, None without a drafter.
 
@@ -47,10 +47,10 @@ def plan_speculation(
             f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={shown(speculation)}, which"
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
         )
-    if not read_config(target).has_logits:
+    if not target.config.has_logits:
         raise ValueError(
-            f"speculation={shown(speculation)} drafts tokens, and the checkpoint {target} is an embedding model, which"
-            " samples none; leave out speculation"
+            f"speculation={shown(speculation)} drafts tokens, and the checkpoint {target.path} is an embedding model,"
+            " which samples none; leave out speculation"
         )
     if isinstance(speculation, Path) or (isinstance(speculation, str) and _is_place(speculation)):
         drafter = _load_drafter(speculation, dtype, target)
@@ -73,7 +73,7 @@ def plan_speculation(
 
 
 def load_target(
-    path: Path,
+    checkpoint: Checkpoint,
     config: EngineConfig,
     dtype: str,
     planned: Speculation | None,
@@ -84,7 +84,7 @@ def load_target(
     """Loads the target model, its layers in groups that suit the drafter, if any."""
     layer_cuts = () if planned is None else planned.layer_cuts
     loading = {"quantization": config.quantization, "mesh": mesh, "show_progress": show_progress}
-    return load_checkpoint(path, dtype, layer_cuts=layer_cuts, **loading)
+    return checkpoint.load(dtype, layer_cuts=layer_cuts, **loading)
 
 
 def _is_place(speculation: str) -> bool:
@@ -92,14 +92,14 @@ def _is_place(speculation: str) -> bool:
     return speculation not in (*DRAFTERS, MTP) and ("/" in speculation or Path(speculation).exists())
 
 
-def _load_drafter(path: str | Path, dtype: str, target: Path) -> Drafter:
+def _load_drafter(path: str | Path, dtype: str, target: Checkpoint) -> Drafter:
     if has_draft_heads(path):
         return drafter_of(load_draft_heads(path, dtype))
-    folder = resolve_checkpoint(path)
-    if is_eagle3(folder):
-        return HeadDrafter(load_eagle3(folder, dtype, target))
-    _require_same_tokens(folder, target)
-    return DraftModel(*load_checkpoint(folder, dtype))
+    draft = open_checkpoint(path)
+    if is_eagle3(draft):
+        return HeadDrafter(load_eagle3(draft, dtype, target))
+    _require_same_tokens(draft.path, target.path)
+    return DraftModel(*draft.load(dtype))
 
 
 def _require_same_tokens(draft: Path, target: Path) -> None:

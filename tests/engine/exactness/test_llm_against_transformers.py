@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import jaxinfer.checkpoint
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import (
@@ -79,7 +78,7 @@ def models(request, tmp_path_factory) -> tuple[LLM, Any]:
     )
     with pytest.MonkeyPatch.context() as patch:
         if case.has_one_layer_group:
-            patch.setattr(jaxinfer.checkpoint, "scans_layers", lambda: True)
+            patch.setattr("jaxinfer.checkpoint.checkpoint.scans_layers", lambda: True)
         llm = quick_engine(path, num_pages=NUM_PAGES, max_prompt_log_probs=3)
     poison_cache(llm)
     return llm, load_reference(path)

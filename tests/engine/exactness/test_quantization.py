@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.checkpoint import Checkpoint, load_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.frontend.page_identity import page_identity
 from jaxinfer.quantization import QuantizedArray
@@ -68,7 +68,9 @@ def test_a_page_is_of_use_to_engines_with_the_same_weights_alone(checkpoint):
     _, config = load_checkpoint(checkpoint)
     cache_config = CacheConfig(num_pages=1, page_size=16)
     engines = [EngineConfig(quantization=quantization) for quantization in (None, "int8", "int4")]
-    identities = {str(page_identity(Path(checkpoint), "float32", config, cache_config, engine)) for engine in engines}
+    identities = {
+        str(page_identity(Checkpoint(Path(checkpoint)), "float32", config, cache_config, engine)) for engine in engines
+    }
 
     assert len(identities) == 3
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer import SamplingParams
 from jaxinfer.batch_job import run_batch
-from jaxinfer.checkpoint import read_sampling_defaults
+from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from tests.engine.engines import quick_engine, spelled
 
 TEMPLATE = (
@@ -155,9 +155,9 @@ def test_requests_that_give_no_parameters_get_those_of_generation_config(checkpo
 
 
 def test_a_generation_config_that_states_nothing_leaves_the_defaults(tmp_path):
-    assert read_sampling_defaults(tmp_path) == SamplingParams()
+    assert read_sampling_defaults(Checkpoint(tmp_path)) == SamplingParams()
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}')
-    assert read_sampling_defaults(tmp_path) == SamplingParams(temperature=0.6, top_p=0.95)
+    assert read_sampling_defaults(Checkpoint(tmp_path)) == SamplingParams(temperature=0.6, top_p=0.95)
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with pytest.raises(ValueError, match=r"generation_config.json: temperature='hot'"):
-        read_sampling_defaults(tmp_path)
+        read_sampling_defaults(Checkpoint(tmp_path))

@@ -7,7 +7,7 @@ import shutil
 import jax
 import pytest
 
-from jaxinfer.checkpoint import load_checkpoint, read_config
+from jaxinfer.checkpoint import Checkpoint, load_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other de
 
 def identity_of_pages(config, engine=None):
     cache_config, engine = CacheConfig(num_pages=1, page_size=16), engine or EngineConfig()
-    return page_identity.page_identity(BUNDLED_MODEL, "float32", config, cache_config, engine)
+    return page_identity.page_identity(Checkpoint(BUNDLED_MODEL), "float32", config, cache_config, engine)
 
 
 def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
@@ -58,7 +58,7 @@ def test_a_page_of_other_devices_is_of_no_use():
 
     cache_config = CacheConfig(num_pages=1, page_size=16)
     one, mesh = (
-        page_identity.page_identity(BUNDLED_MODEL, "float32", config, cache_config, *engine, devices)
+        page_identity.page_identity(Checkpoint(BUNDLED_MODEL), "float32", config, cache_config, *engine, devices)
         for devices in (Placement().identity(), alone.identity())
     )
 
@@ -77,8 +77,9 @@ def test_a_text_does_not_depend_on_the_number_of_replicas():
 
 
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
-    admission, _ = plan_host(path, read_config(path), EngineConfig(**config), dtype, tokenizer=None)
-    return page_identity.text_identity(path, admission)
+    checkpoint = Checkpoint(path)
+    admission, _ = plan_host(checkpoint, checkpoint.config, EngineConfig(**config), dtype, tokenizer=None)
+    return page_identity.text_identity(checkpoint, admission)
 
 
 CHANGES = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
@@ -184,4 +185,4 @@ def test_a_loop_saves_dispatches(looping_llm):
 
 def test_a_loop_beside_speculation_is_refused():
     with pytest.raises(ValueError, match="decode_loop_steps=4 leaves no place for speculation='ngram'"):
-        plan_speculation("ngram", EngineConfig(decode_loop_steps=4), "float32", target=BUNDLED_MODEL)
+        plan_speculation("ngram", EngineConfig(decode_loop_steps=4), "float32", target=Checkpoint(BUNDLED_MODEL))

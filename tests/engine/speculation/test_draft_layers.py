@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.checkpoint import Checkpoint, load_checkpoint
 from jaxinfer.checkpoint.draft_layers import load_mtp
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
@@ -337,7 +337,7 @@ def test_an_eagle3_head_takes_a_low_a_middle_and_a_high_layer_unless_it_names_th
     target = save_random_checkpoint(tmp_path / "target", "llama", num_hidden_layers=num_layers)
     head = save_eagle3(tmp_path / "head")
 
-    planned = plan_speculation(head, EngineConfig(), "float32", target=target)
+    planned = plan_speculation(head, EngineConfig(), "float32", target=Checkpoint(target))
 
     assert planned is not None
     assert planned.layer_cuts == layers
@@ -501,7 +501,7 @@ def test_an_eagle3_head_that_does_not_fit_is_refused(target, tmp_path, name):
     head = save_eagle3(tmp_path / "head", changed(eagle3_tensors(), **tensors), **settings)
 
     with pytest.raises(ValueError, match=message):
-        plan_speculation(head, EngineConfig(), "float32", target=target)
+        plan_speculation(head, EngineConfig(), "float32", target=Checkpoint(target))
 
 
 def test_an_eagle3_head_of_another_hidden_size_needs_its_own_embedding(tmp_path):
@@ -510,10 +510,10 @@ def test_an_eagle3_head_of_another_hidden_size_needs_its_own_embedding(tmp_path)
     head = save_eagle3(tmp_path / "head", tensors, target_hidden_size=48)
 
     with pytest.raises(ValueError, match=r"missing: embed_tokens.weight \(96, 32\)"):
-        plan_speculation(head, EngineConfig(), "float32", target=target)
+        plan_speculation(head, EngineConfig(), "float32", target=Checkpoint(target))
 
     save_eagle3(tmp_path / "head", {**tensors, "embed_tokens.weight": zeros(V, D)}, target_hidden_size=48)
-    planned = plan_speculation(head, EngineConfig(), "float32", target=target)
+    planned = plan_speculation(head, EngineConfig(), "float32", target=Checkpoint(target))
     assert planned is not None
     assert planned.layer_cuts == (0, 1, 2)
 
@@ -542,7 +542,7 @@ def test_a_layer_for_multi_token_prediction_that_does_not_fit_is_refused(tmp_pat
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
     with pytest.raises(ValueError, match=message):
-        plan_speculation("mtp", EngineConfig(), "float32", target=path)
+        plan_speculation("mtp", EngineConfig(), "float32", target=Checkpoint(path))
 
 
 # The tensors of a published layer of Qwen3.5, beside those of its feed-forward network. Public code for inference reads
@@ -578,7 +578,7 @@ def test_a_layer_of_qwen3_5_is_read_from_the_tensors_that_are_published(tmp_path
     }
     save_file(kept | own, one_by_one / "model.safetensors", {"format": "pt"})
 
-    heads = [load_mtp(folder, "float32") for folder in (path, one_by_one)]
+    heads = [load_mtp(Checkpoint(folder), "float32") for folder in (path, one_by_one)]
 
     names = {f"mtp.layers.0.mlp.{name}" for name in OF_FEED_FORWARD[family]}
     assert {name for name in stored if name.startswith("mtp.")} == OF_ANY_QWEN3_5 | names
@@ -602,12 +602,12 @@ def test_a_layer_that_is_not_as_the_settings_of_the_text_model_say_is_refused(tm
     (path / "config.json").write_text(json.dumps(config))
 
     with pytest.raises(ValueError, match=message):
-        plan_speculation("mtp", EngineConfig(), "float32", target=path)
+        plan_speculation("mtp", EngineConfig(), "float32", target=Checkpoint(path))
 
 
 def test_a_target_of_a_family_without_multi_token_prediction_is_refused(target):
     with pytest.raises(ValueError, match=r"is of model_type='llama'; these may have one: deepseek_v3, glm4_moe, qwen3"):
-        plan_speculation("mtp", EngineConfig(), "float32", target=target)
+        plan_speculation("mtp", EngineConfig(), "float32", target=Checkpoint(target))
 
 
 def test_a_checkpoint_with_a_layer_for_multi_token_prediction_loads_without_speculation(tmp_path):

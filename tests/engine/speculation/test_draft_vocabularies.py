@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from jaxinfer import EngineConfig, SamplingParams, load_checkpoint
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.engine.drafters.draft_model import MAX_PADDING
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.checkpoint.renamed import edit_json, rewrite
@@ -139,7 +140,7 @@ def test_a_draft_model_of_another_tokenizer_is_refused(checkpoint, tmp_path, sav
     swapped(draft := save(checkpoint, tmp_path / "draft"))
 
     with pytest.raises(ValueError, match=f"{draft} has another tokenizer than the target: the id of 'b' is 68 there"):
-        plan_speculation(draft, EngineConfig(), "float32", target=checkpoint)
+        plan_speculation(draft, EngineConfig(), "float32", target=Checkpoint(checkpoint))
 
 
 @pytest.mark.parametrize("change", ["no tokenizer", "an added token"])
@@ -152,7 +153,7 @@ def test_a_draft_model_of_the_same_ordinary_tokens_is_accepted(checkpoint, tmp_p
         content["added_tokens"].append({**content["added_tokens"][0], "id": 96, "content": "<pad>"})
         (draft / "tokenizer.json").write_text(json.dumps(content))
 
-    assert plan_speculation(draft, EngineConfig(), "float32", target=checkpoint) is not None
+    assert plan_speculation(draft, EngineConfig(), "float32", target=Checkpoint(checkpoint)) is not None
 
 
 def test_a_bfloat16_draft_model_of_another_family_changes_no_token(speculating_llm, padded_llm, tmp_path):

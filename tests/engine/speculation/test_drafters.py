@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import NGRAM_SIZES, NgramDrafter, SuffixDrafter, make_drafter
@@ -134,7 +135,7 @@ def test_a_draft_model_may_lie_in_a_folder_whose_name_has_no_slash(tmp_path, mon
     save_random_checkpoint(tmp_path / "mydraft", "llama", num_hidden_layers=1)
     monkeypatch.chdir(tmp_path)
 
-    planned = plan_speculation("mydraft", EngineConfig(), "float32", target=BUNDLED_MODEL)
+    planned = plan_speculation("mydraft", EngineConfig(), "float32", target=Checkpoint(BUNDLED_MODEL))
 
     assert planned is not None
     assert isinstance(planned.proposer.drafter, DraftModel)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
@@ -246,11 +247,11 @@ CHAINS: dict[str, Any] = {"ngram": "ngram", "exit": ExitDrafter(1, jnp.ones(8), 
 @pytest.mark.parametrize("name", CHAINS)
 def test_trees_are_refused_of_who_makes_none(name):
     with pytest.raises(ValueError, match=r"draft_trees=True"):
-        plan_speculation(CHAINS[name], EngineConfig(draft_trees=True), "float32", target=BUNDLED_MODEL)
+        plan_speculation(CHAINS[name], EngineConfig(draft_trees=True), "float32", target=Checkpoint(BUNDLED_MODEL))
 
 
 def speculation_of(drafter):
-    speculation = plan_speculation(drafter, EngineConfig(draft_trees=True), "float32", target=BUNDLED_MODEL)
+    speculation = plan_speculation(drafter, EngineConfig(draft_trees=True), "float32", target=Checkpoint(BUNDLED_MODEL))
     assert speculation is not None
     return speculation
 

@@ -1,0 +1,438 @@
+"""A checkpoint whose files are opened once: its model, tensors, parameters, end tokens and digest."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.checkpoint.assembly import Assembly, abstract, assemble, grid_of, plan_assembly
+from jaxinfer.checkpoint.config_json.family import Family, WeightTable, embedding_name, fields_of, is_backbone
+from jaxinfer.checkpoint.families import family_of
+from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
+from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cache_scales
+from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, settings_of_gguf
+from jaxinfer.checkpoint.huggingface import DOWNLOADED, read_headers, read_json, resolve_checkpoint
+from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
+from jaxinfer.checkpoint.stored import Stored, StoredQuantized
+from jaxinfer.device import packs_integers, scans_layers
+from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
+from jaxinfer.gguf.names import config_of
+from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
+from jaxinfer.model.mixers import source_of
+from jaxinfer.model.params import Params, abstract_params, over_mesh, shardings
+from jaxinfer.model.quantized_params import quantize_weights
+from jaxinfer.validation import MAX_INT, is_int
+
+logger = logging.getLogger(__name__)
+
+UNEMBEDDING = "lm_head.weight"  # the name, or its end
+SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
+ROWS_COMPARED_AT_ONCE = 4096
+
+
+def open_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
+    """Returns the checkpoint at the place that `resolve_checkpoint` finds; opens none of its files yet."""
+    return Checkpoint(resolve_checkpoint(path_or_id, patterns))
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A folder of safetensors or a GGUF file. Its configuration and headers are read once, at their first use.
+
+    Each use raises ValueError for a file that is damaged or missing, and for what cannot be honoured in it.
+    """
+
+    path: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """config.json as that of a model in floating point; a GGUF has it in its metadata."""
+        return self._settings_and_packing[0]
+
+    @property
+    def packing(self) -> Mapping[str, Any] | None:
+        """The settings of the format that packs the weights; None if they are floating point."""
+        return self._settings_and_packing[1]
+
+    @property
+    def config_file(self) -> Path:
+        return self.path if is_gguf(self.path) else self.path / "config.json"
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.settings)
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The model. If its tensors are there too, they decide on its unembedding: its own, the embedding, or none."""
+        settings = self.settings
+        try:
+            config = self.family.config_from_hf(settings)
+            config = with_cache_scales(config) if has_cache_scales(self.packing) else config
+        except ValueError as error:
+            raise ValueError(f"{self.config_file}: {error}") from None
+        if is_backbone(settings):
+            return replace(config, has_logits=False)
+        try:
+            stored = self.stored
+        except ValueError:  # none are there, or `plan` says what is wrong with them
+            return config
+        return self._with_stored_unembedding(config, stored)
+
+    @cached_property
+    def gguf(self) -> GGUFFile | None:
+        """The contents of a GGUF file, None for a folder."""
+        return read_gguf(self.path) if is_gguf(self.path) else None
+
+    @cached_property
+    def headers(self) -> dict[str, StoredTensor]:
+        """Every tensor of the files of a folder, by its name there."""
+        return read_headers(self.path)
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """The model's tensors by name, packed weights as integers."""
+        try:
+            return gguf_tensors(self.gguf) if self.gguf is not None else logical_tensors(self.headers, self.packing)
+        except ValueError as error:
+            raise _from_file(self.path, error) from None
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text: generation_config.json's, else config.json's or the GGUF's, else none.
+
+        In a checkpoint of several models those of the text model count as config.json's too.
+        """
+        files = [self.path / name for name in ("generation_config.json", "config.json")]
+        for file in files if self.gguf is None else [self.path]:
+            stated = self.settings if self.gguf is not None else read_json(file) if file.is_file() else {}
+            text_model = stated.get("text_config")
+            places = (stated, text_model) if isinstance(text_model, dict) else (stated,)
+            value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
+            if value is None:
+                continue
+            ids = value if isinstance(value, list) else [value]
+            if not all(is_int(i) and 0 <= i <= MAX_INT for i in ids):
+                raise ValueError(
+                    f"eos_token_id={value!r} in {file} is not a token id or a list of them; correct the file"
+                )
+            return tuple(ids)
+        return ()
+
+    def plan(self, config: ModelConfig) -> tuple[Params, dict[str, Stored]]:
+        """Returns how `Params` are made, an `Assembly` in the place of each tensor, and the stored tensors by name.
+
+        Raises one ValueError that lists every missing, unexpected or mis-shaped tensor.
+        """
+        family, stored = self.family, self.stored
+        weights = family.weights_among(stored)
+        plan, unread = plan_assembly(config, weights), _unread_keys_and_values(config, weights)
+        stored = _with_prefix(stored, {*_expected_shapes(plan), *unread}, family.prefix)
+        own = _without(stored, (*family.skipped, *family.draft_prefixes(self.settings), *unread))
+        if config.has_tied_embeddings and plan.embedding.names[0] not in own:
+            # The one tensor may have either name.
+            names = [name for name in own if name.endswith(UNEMBEDDING)] or plan.embedding.names
+            plan = replace(plan, embedding=replace(plan.embedding, names=tuple(names[:1])))
+        needs_unembedding = config.has_logits and not config.has_tied_embeddings
+        refuse_misfits(self.path, plan, own, needs_unembedding=needs_unembedding)
+        return plan, stored
+
+    def load(
+        self,
+        dtype: str,
+        *,
+        layer_cuts: Collection[int] = (),
+        quantization: str | None = None,
+        mesh: Mesh | None = None,
+        show_progress: bool = False,
+    ) -> tuple[Params, ModelConfig]:
+        """Returns what `load_checkpoint` returns."""
+        config = over_mesh(self._grouped_config(layer_cuts), mesh)
+        placement = None if mesh is None else shardings(config, mesh)
+        options: dict[str, Any] = {"quantization": quantization, "placement": placement}
+        return self.load_params(config, dtype, show_progress=show_progress, **options), config
+
+    def load_params(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        *,
+        placement: Params | None = None,
+        quantization: str | None = None,
+        show_progress: bool = False,
+    ) -> Params:
+        """Reads the parameters as `dtype`, one tensor of `Params` at a time.
+
+        Each is on its devices before the next is read, so the host holds one stacked group of one weight at most. If
+        `placement` (see `jaxinfer.model.params.shardings`) splits a weight, the host holds only the slices of its own
+        devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
+        is read. Those of other models in the checkpoint, such as a tower for images, are skipped, and logged once as a
+        warning. `config` is ours with any `layer_groups`. With `quantization` ("int8", "int4") weights
+        are rounded on the host, some rows at a time.
+        """
+        self._refuse_both(quantization)
+        plan, stored = self.plan(config)
+        path = self.path
+        skipped = [name for name in stored if name.startswith(self.family.skipped)]
+        if (
+            config.has_logits
+            and not config.has_tied_embeddings
+            and self.family.config_from_hf(self.settings).has_tied_embeddings
+        ):
+            logger.warning(
+                "%s: %s differs from %s, so both are used, as transformers does; set tie_word_embeddings to false in"
+                " config.json",
+                *(path, plan.unembedding.names[0], plan.embedding.names[0]),
+            )
+        if skipped:
+            towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
+            logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
+        if self.gguf is not None:
+            floats = [a for a in jax.tree.leaves(plan, is_leaf=_is_assembly) if grid_of(a, stored) is None]
+            names = (name for assembly in floats for name in assembly.names)
+            if line := describe_widened(self.gguf, names, jnp.dtype(dtype)):
+                logger.warning("%s: %s", path, line)
+        if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=_is_assembly):
+            raise ValueError(
+                f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
+                " build it from the config that is given here"
+            )
+        options = {"placement": placement, "quantization": quantization, "show_progress": show_progress}
+        try:
+            return read_tensors(plan, stored, dtype, **options)
+        except ValueError as error:
+            raise _from_file(self.path, error) from None
+
+    def abstract(
+        self, dtype: str, *, quantization: str | None = None, mesh: Mesh | None = None
+    ) -> tuple[Params, ModelConfig]:
+        """Returns what `load` returns, with a `jax.ShapeDtypeStruct` per tensor, without shardings.
+
+        It needs config.json alone, and of packed weights the headers of their files.
+        """
+        config = over_mesh(self._grouped_config(), mesh)
+        options: dict[str, Any] = {}
+        if self.packing is not None:
+            self._refuse_both(quantization)
+            plan, stored = self.plan(config)
+            options = {"packs_integers": packs_integers()}
+            shapes = partial(abstract, stored=stored, dtype=jnp.dtype(dtype), **options)
+            return jax.tree.map(shapes, plan, is_leaf=_is_assembly), config
+        params = abstract_params(config, dtype)
+        if quantization is not None:
+            options = {"config": config, "quantization": quantization, "is_packed": packs_integers()}
+            params = jax.eval_shape(partial(quantize_weights, **options), params)
+        return params, config
+
+    def layers_packed_anew(self, config: ModelConfig) -> list[int]:
+        """Returns the layers packed in another way than the last equal one, with which a new stack must begin."""
+        if self.packing is None:
+            return []
+        plan, stored = self.plan(config.regrouped((1,) * config.num_layers))
+
+        def grids(layer: Any) -> list[Any]:
+            return [grid_of(assembly, stored) for assembly in jax.tree.leaves(layer, is_leaf=_is_assembly)]
+
+        known: dict[Layer, list[Any]] = {}
+        anew = []
+        for i, layer in enumerate(config.layers):
+            own = grids(plan.layers[i])
+            anew += [i] if known.setdefault(layer, own) != own else []
+            known[layer] = own
+        return anew
+
+    def digest(self, others: Iterable[str] = ()) -> str:
+        """Returns a digest of all weights, of config.json and of the `others` that are there; or of the one file.
+
+        It is that of the same files under any other name and place. It reads every byte, at the speed of the disk or
+        1 GB/s, each time.
+        """
+        files = [self.path]
+        if not self.path.is_file():
+            files = sorted([self.config_file, *self.path.glob("*.safetensors"), *self._present(others)])
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
+            digests = list(pool.map(_digest, files))
+        whole = hashlib.blake2b(digest_size=32)
+        for file, digest in zip(files, digests, strict=True):
+            whole.update(f"{file.name} {digest}\n".encode())
+        return whole.hexdigest()
+
+    def file_sizes(self, others: Iterable[str] = ()) -> list[tuple[str, int]]:
+        """Returns names and bytes of the files that have the model, and of the `others` that are there."""
+        files = {self.path}
+        if not self.path.is_file():
+            files = {self.config_file, *(tensor.path for tensor in self.headers.values()), *self._present(others)}
+        return sorted((file.name, file.stat().st_size) for file in files)
+
+    def _present(self, names: Iterable[str]) -> list[Path]:
+        return [self.path / name for name in names if (self.path / name).is_file()]
+
+    @cached_property
+    def _settings_and_packing(self) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+        try:
+            if self.gguf is not None:
+                return config_of(self.gguf), settings_of_gguf(self.gguf)
+            hf = read_json(self.config_file)
+            return without_settings(hf), settings_of(hf)
+        except ValueError as error:
+            raise _from_file(self.config_file, error) from None
+
+    def _grouped_config(self, layer_cuts: Collection[int] = ()) -> ModelConfig:
+        config = self.config
+        if not scans_layers():
+            return config.regrouped((1,) * config.num_layers)
+        return config.regrouped(scan_sizes(config.layers, {*layer_cuts, *self.layers_packed_anew(config)}))
+
+    def _refuse_both(self, quantization: str | None) -> None:
+        """Raises ValueError for a `quantization` of a checkpoint that is packed already."""
+        if quantization is not None and self.packing is not None:
+            raise ValueError(
+                f"quantization={quantization!r} does not go with {self.path}, whose weights are packed already by"
+                f" {self.packing['quant_method']}; leave it out"
+            )
+
+    def _with_stored_unembedding(self, config: ModelConfig, stored: Mapping[str, Stored]) -> ModelConfig:
+        family = self.family
+        own = _without(stored, (*family.skipped, *family.draft_prefixes(self.settings)))
+        name = embedding_name(family.weights_among(own))
+        embedding, unprefixed = own.get(name), own.get(name.removeprefix(family.prefix))
+        unembeddings = [tensor for name, tensor in own.items() if name.endswith(UNEMBEDDING)]
+        if config.has_tied_embeddings:
+            # transformers ties them only if they are equal.
+            stated = embedding or unprefixed
+            are_tied = stated is None or all(have_equal_values(stated, tensor) for tensor in unembeddings)
+            return config if are_tied else replace(config, has_tied_embeddings=False)
+        # Embedding models may state the architecture of the language model that they come from.
+        is_backbone_alone = (embedding is None and unprefixed is not None) or (self.path / SENTENCE_MODULES).is_file()
+        return replace(config, has_logits=bool(unembeddings) or not is_backbone_alone)
+
+
+def _from_file(file: Path, error: ValueError) -> ValueError:
+    """Returns the error with the file's name before its message, if it is not there yet."""
+    return error if str(error).startswith((str(file), f"{file.parent} ")) else ValueError(f"{file}: {error}")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "blake2b").hexdigest()
+
+
+def _without(stored: Mapping[str, Stored], prefixes: tuple[str, ...]) -> dict[str, Stored]:
+    return {name: tensor for name, tensor in stored.items() if not name.startswith(prefixes)}
+
+
+def read_tensors(
+    plan: Any,
+    stored: Mapping[str, Stored],
+    dtype: Any,
+    *,
+    placement: Any = None,
+    quantization: str | None = None,
+    show_progress: bool = False,
+) -> Any:
+    """Returns a tree with a tensor in the place of each `Assembly` of the plan; options are those of `load_params`."""
+    assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
+    shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
+    dtype, options = jnp.dtype(dtype), {"quantization": quantization, "packs_integers": packs_integers()}
+    with _progress_bar(sum(len(assembly.names) for assembly in assemblies), show_progress) as bar:
+        leaves = []
+        for assembly, sharding in zip(assemblies, shardings, strict=True):
+            leaves.append(assemble(assembly, stored, dtype, sharding, **options))
+            bar.update(len(assembly.names))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _unread_keys_and_values(config: ModelConfig, weights: WeightTable) -> set[str]:
+    """Returns the names of keys and values of layers that read those of an earlier layer.
+
+    Published checkpoints have them, and `transformers` leaves them out.
+    """
+    readers = [
+        i for i, layer in enumerate(config.layers) if any(source_of(mixer) is not None for mixer in layer.mixers)
+    ]
+    fields = {f"layers.mixer.{name}" for name in ("k", "k_bias", "k_norm", "v", "v_bias")}
+    names = [name for name, targets in weights.items() if fields & {*fields_of(targets)}]
+    return {name.format(layer=layer) for name in names for layer in readers}
+
+
+def _with_prefix(stored: Mapping[str, Stored], expected: Collection[str], prefix: str) -> dict[str, Stored]:
+    """Returns the tensors under their expected names: each name may lack the prefix, as in transformers."""
+
+    def expected_name(name: str) -> str:
+        whole = prefix + name
+        return whole if name not in expected and whole in expected and whole not in stored else name
+
+    return {expected_name(name): tensor for name, tensor in stored.items()}
+
+
+def _is_assembly(node: Any) -> bool:
+    return isinstance(node, Assembly)
+
+
+def _progress_bar(total: int, show_progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="loading", unit="tensor", disable=not show_progress)
+
+
+def _expected_shapes(plan: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each stored tensor that a tree of `Assembly` needs, by its name."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for assembly in jax.tree.leaves(plan, is_leaf=_is_assembly):
+        expected |= dict.fromkeys(assembly.names, assembly.stored_shape)
+    return expected
+
+
+def refuse_misfits(path: Path, plan: Any, stored: Mapping[str, Stored], *, needs_unembedding: bool = True) -> None:
+    """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
+
+    A model that needs no unembedding may have one: one equal to the embedding, or that of a backbone.
+    """
+    expected = _expected_shapes(plan)
+    problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in stored]
+    for name, tensor in stored.items():
+        if name not in expected:
+            # The frequencies follow from the config.
+            is_known = name.endswith("rotary_emb.inv_freq") or (not needs_unembedding and name.endswith(UNEMBEDDING))
+            is_known |= _is_zero_bias(name, stored)
+            problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
+        elif tensor.shape != expected[name]:
+            problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
+        elif isinstance(tensor, StoredTensor) and tensor.dtype not in DTYPES:
+            problems.append(f"unsupported dtype: {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+    if problems:
+        raise ValueError(
+            f"{len(problems)} tensors in {path} do not fit its config.json; use the config.json and the"
+            " safetensors of one and the same checkpoint, or correct the table of a family that you are adding:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _is_zero_bias(name: str, stored: Mapping[str, Stored]) -> bool:
+    """True for a bias of zeros beside a packed weight, as AutoGPTQ writes for layers without a bias."""
+    module, _, last = name.rpartition(".")
+    bias = stored[name]
+    is_of_packed = last == "bias" and isinstance(stored.get(f"{module}.weight"), StoredQuantized)
+    return is_of_packed and isinstance(bias, StoredTensor) and bias.dtype in DTYPES and not bias.map().any()
+
+
+def have_equal_values(one: Stored, other: Stored) -> bool:
+    """True if two stored tensors [rows, columns] are equal; reads a few rows at a time. Packed ones are not."""
+    if isinstance(one, StoredQuantized) or isinstance(other, StoredQuantized):
+        return False
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= DTYPES.keys():
+        return False
+    ours, theirs = one.map(), other.map()
+    starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)
+    pieces = [slice(start, start + ROWS_COMPARED_AT_ONCE) for start in starts]
+    return not any((ours[piece] != theirs[piece]).any() for piece in pieces)
