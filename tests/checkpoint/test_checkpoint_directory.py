@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,14 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, read_config, resolve_checkpoint
+from jaxinfer.checkpoint import (
+    Checkpoint,
+    abstract_checkpoint,
+    load_checkpoint,
+    open_checkpoint,
+    read_config,
+    resolve_checkpoint,
+)
 from jaxinfer.checkpoint.safetensors_file import read_header
 from tests.oracles import save_random_checkpoint
 
@@ -152,6 +160,24 @@ def test_end_token_that_is_no_id_is_refused(tmp_path, value):
     write(tmp_path, config={"eos_token_id": value})
     with pytest.raises(ValueError, match=r"eos_token_id=.*config\.json"):
         _ = Checkpoint(tmp_path).eos_token_ids
+
+
+def test_a_checkpoint_reads_its_configuration_and_its_headers_once(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(save_random_checkpoint(tmp_path, "llama", shard_size="20KB"))
+    shards = [file.name for file in checkpoint.path.glob("*.safetensors")]
+    opened = []
+    for module, name in (("checkpoint", "read_json"), ("huggingface", "read_json"), ("huggingface", "read_header")):
+        read = getattr(importlib.import_module(f"jaxinfer.checkpoint.{module}"), name)
+        counted = lambda file, read=read: opened.append(file.name) or read(file)  # noqa: E731
+        monkeypatch.setattr(f"jaxinfer.checkpoint.{module}.{name}", counted)
+
+    for _ in range(2):
+        checkpoint.abstract("float32", quantization="int8")
+        _, config = checkpoint.load("float32", quantization="int8")
+        checkpoint.plan(config)
+        checkpoint.file_sizes()
+
+    assert sorted(opened) == sorted(["config.json", "model.safetensors.index.json", *shards])
 
 
 def test_loading_imports_neither_torch_nor_the_hub(tmp_path):
