@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
 from tests.memory_maps import are_memory_maps_short
 
-# What this process has compiled, by its key on disk and its options, of which logits processors are not in the key.
+# What this process has compiled, by the key on disk, and by the options, because the key leaves out logits processors.
 _compiled: dict[Any, jax.stages.Compiled] = {}
 
 

@@ -50,7 +50,7 @@ def _compile_unoptimised(lowered: Any, compiler_options: dict[str, Any] | None =
 
 
 def _options_unoptimised() -> list[str]:
-    """A part of the key on disk: engines that judge bits must not load these steps."""
+    """Returns options for the key on disk, so that engines that judge bits do not load these steps."""
     return [*_options_with(), repr(UNOPTIMISED)]
 
 

@@ -81,7 +81,9 @@ def read_adapter(
         pairs = {whole[name]: pair for name, pair in pairs.items()}
         weights = _read_weights(checkpoint, config, places) if scaling.sets_lengths else {}
         tensors, digest = _place(pairs, places, scales, weights, config, max_rank=max_rank, dtype=np.dtype(dtype))
-        return Adapter(tensors, digest, str(path_or_id))
+        # Another process that lacks a relative folder would take its name for an id of the Hub.
+        is_folder = Path(path_or_id).expanduser().is_dir()
+        return Adapter(tensors, digest, str(folder.absolute() if is_folder else path_or_id))
     except ValueError as error:
         raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
 

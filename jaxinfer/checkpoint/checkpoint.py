@@ -1,4 +1,4 @@
-"""A checkpoint whose files are opened once: its model, tensors, parameters, end tokens and digest."""
+"""A checkpoint whose configuration and headers are read once: its model, tensors, parameters, end tokens, digest."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, set
 from jaxinfer.checkpoint.huggingface import DOWNLOADED, read_headers, read_json, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
 from jaxinfer.checkpoint.stored import Stored, StoredQuantized
+from jaxinfer.config import require_quantization
 from jaxinfer.device import packs_integers, scans_layers
 from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
@@ -36,6 +37,7 @@ from jaxinfer.validation import MAX_INT, is_int
 logger = logging.getLogger(__name__)
 
 UNEMBEDDING = "lm_head.weight"  # the name, or its end
+GENERATION_FILE = "generation_config.json"
 SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
 ROWS_COMPARED_AT_ONCE = 4096
 
@@ -99,13 +101,27 @@ class Checkpoint:
         """Every tensor of the files of a folder, by its name there."""
         return read_headers(self.path)
 
-    @cached_property
+    @property
     def stored(self) -> dict[str, Stored]:
         """The model's tensors by name, packed weights as integers."""
+        return self._stored_and_states[0]
+
+    @cached_property
+    def _stored_and_states(self) -> tuple[dict[str, Stored], dict[Path, tuple[int, int]]]:
+        """The tensors, and the state of each file that they lie in."""
         try:
-            return gguf_tensors(self.gguf) if self.gguf is not None else logical_tensors(self.headers, self.packing)
+            if self.gguf is not None:
+                return gguf_tensors(self.gguf), {self.path: _state_of(self.path)}
+            states = {file: _state_of(file) for file in {tensor.path for tensor in self.headers.values()}}
+            return logical_tensors(self.headers, self.packing), states
         except ValueError as error:
             raise _from_file(self.path, error) from None
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json of a folder; {} without one."""
+        file = self.path / GENERATION_FILE
+        return read_json(file) if file.is_file() else {}
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -113,9 +129,9 @@ class Checkpoint:
 
         In a checkpoint of several models those of the text model count as config.json's too.
         """
-        files = [self.path / name for name in ("generation_config.json", "config.json")]
-        for file in files if self.gguf is None else [self.path]:
-            stated = self.settings if self.gguf is not None else read_json(file) if file.is_file() else {}
+        generation = self.path / GENERATION_FILE
+        for file in [self.config_file] if self.gguf is not None else [generation, self.config_file]:
+            stated = self.generation_config if file == generation else self.settings if file.is_file() else {}
             text_model = stated.get("text_config")
             places = (stated, text_model) if isinstance(text_model, dict) else (stated,)
             value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
@@ -132,9 +148,13 @@ class Checkpoint:
     def plan(self, config: ModelConfig) -> tuple[Params, dict[str, Stored]]:
         """Returns how `Params` are made, an `Assembly` in the place of each tensor, and the stored tensors by name.
 
-        Raises one ValueError that lists every missing, unexpected or mis-shaped tensor.
+        Raises one ValueError that lists every missing, unexpected or mis-shaped tensor, and ValueError if a file has
+        changed since its header was read.
         """
-        family, stored = self.family, self.stored
+        family, (stored, states) = self.family, self._stored_and_states
+        for file, state in states.items():
+            if _state_of(file) != state:
+                raise ValueError(f"{file} has changed since it was opened; load the checkpoint again")
         weights = family.weights_among(stored)
         plan, unread = plan_assembly(config, weights), _unread_keys_and_values(config, weights)
         stored = _with_prefix(stored, {*_expected_shapes(plan), *unread}, family.prefix)
@@ -157,6 +177,7 @@ class Checkpoint:
         show_progress: bool = False,
     ) -> tuple[Params, ModelConfig]:
         """Returns what `load_checkpoint` returns."""
+        require_quantization(quantization)
         config = over_mesh(self._grouped_config(layer_cuts), mesh)
         placement = None if mesh is None else shardings(config, mesh)
         options: dict[str, Any] = {"quantization": quantization, "placement": placement}
@@ -177,8 +198,8 @@ class Checkpoint:
         `placement` (see `jaxinfer.model.params.shardings`) splits a weight, the host holds only the slices of its own
         devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
         is read. Those of other models in the checkpoint, such as a tower for images, are skipped, and logged once as a
-        warning. `config` is ours with any `layer_groups`. With `quantization` ("int8", "int4") weights
-        are rounded on the host, some rows at a time.
+        warning. `config` is `self.config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights are
+        rounded on the host, some rows at a time.
         """
         self._refuse_both(quantization)
         plan, stored = self.plan(config)
@@ -220,17 +241,16 @@ class Checkpoint:
 
         It needs config.json alone, and of packed weights the headers of their files.
         """
+        require_quantization(quantization)
         config = over_mesh(self._grouped_config(), mesh)
-        options: dict[str, Any] = {}
         if self.packing is not None:
             self._refuse_both(quantization)
             plan, stored = self.plan(config)
-            options = {"packs_integers": packs_integers()}
-            shapes = partial(abstract, stored=stored, dtype=jnp.dtype(dtype), **options)
+            shapes = partial(abstract, stored=stored, dtype=jnp.dtype(dtype), packs_integers=packs_integers())
             return jax.tree.map(shapes, plan, is_leaf=_is_assembly), config
         params = abstract_params(config, dtype)
         if quantization is not None:
-            options = {"config": config, "quantization": quantization, "is_packed": packs_integers()}
+            options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": packs_integers()}
             params = jax.eval_shape(partial(quantize_weights, **options), params)
         return params, config
 
@@ -319,7 +339,14 @@ class Checkpoint:
 
 def _from_file(file: Path, error: ValueError) -> ValueError:
     """Returns the error with the file's name before its message, if it is not there yet."""
-    return error if str(error).startswith((str(file), f"{file.parent} ")) else ValueError(f"{file}: {error}")
+    names = (f"{file}:", f"{file} ", f"{file}/", f"{file.parent} ")  # a tensor's name may begin like a folder's
+    return error if str(error).startswith(names) else ValueError(f"{file}: {error}")
+
+
+def _state_of(file: Path) -> tuple[int, int]:
+    """Returns size and time of change."""
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def _digest(file: Path) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from jaxinfer.checkpoint.checkpoint import Checkpoint
-from jaxinfer.checkpoint.huggingface import read_json
+from jaxinfer.checkpoint.checkpoint import GENERATION_FILE, Checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.gguf.names import sampling_of
 from jaxinfer.sampling_params import MAX_BIAS, TotalLength
@@ -17,7 +16,6 @@ from jaxinfer.validation import MAX_INT, is_int, is_real, require, require_bool,
 
 logger = logging.getLogger(__name__)
 
-FILE = "generation_config.json"
 # Fields of `SamplingParams` by their names in the file.
 FIELDS: Mapping[str, str] = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")},
@@ -60,11 +58,11 @@ def read_sampling_defaults(
     more than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong
     value.
     """
-    file, end_tokens = checkpoint.path / FILE, checkpoint.eos_token_ids
+    file, end_tokens = checkpoint.path / GENERATION_FILE, checkpoint.eos_token_ids
     if checkpoint.gguf is not None:
         file, stated = checkpoint.path, sampling_of(checkpoint.gguf)
     else:
-        stated = read_json(file) if file.is_file() else {}
+        stated = checkpoint.generation_config
     stated = {name: value for name, value in stated.items() if value is not None}
     try:
         fields = {**_single_values(stated), **_lengths(stated)}

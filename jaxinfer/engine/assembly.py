@@ -175,7 +175,7 @@ def _connect_parts(
         hosts.agree({"model": repr(model_config), "EngineConfig, with the limits of the devices": repr(config)})
         if hosts.index > 0:
             own = {"max_rank": config.max_adapter_rank, "dtype": warm_ups[0].model.params.final_norm.dtype}
-            runners[0].follow(partial(read_adapter, checkpoint=checkpoint, config=model_config, **own))
+            runners[0].follow(partial(read_adapter, checkpoint=replace(checkpoint), config=model_config, **own))
             hosts.wait_for_end()
             raise SystemExit(0)
     if config.num_prefill_replicas:

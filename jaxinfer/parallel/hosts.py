@@ -5,8 +5,9 @@
     process 1              record 7 · launch 7 · wait · record 8 · ...
 
 A record has a number, the executable, a digest and the arguments of one launch, arrays that have not changed since the
-executable's last launch left out. So no process but the first decides anything, and clocks may differ. An adapter's
-record has its folder: each process reads it by itself, and all compare its digest before they write it into a slot.
+executable's last launch left out. So no process but the first decides anything, and clocks may differ. The record
+of an adapter has the adapter's folder or id. Each process reads the adapter, and all compare its digest before they
+write it into a slot.
 
 Each process also has a thread that writes its state to the store every second and reads those of the others. If one
 has failed, or has not written for `DEAD_SECONDS`, the thread names it on standard error and ends its own process.
@@ -190,9 +191,8 @@ class Hosts:
         self._num_compared += 1
         key = f"compared/{self._num_compared}"
         self._client.key_value_set(f"{OUR_KEYS}/{key}/{self.index}", own)
-        # Some processes compile for longer than others. If one dies, the watching thread ends this one.
-        late = "process {} has not compiled its steps"
-        return [self._read(f"{key}/{index}", late.format(index), None) for index in range(self.count)]
+        # Some processes compile or read for longer than others. If one dies, the watching thread ends this one.
+        return [self._read(f"{key}/{index}", "", None) for index in range(self.count)]
 
     def _read(self, key: str, complaint: str, seconds: float | None = START_SECONDS) -> str:
         began = time.monotonic()

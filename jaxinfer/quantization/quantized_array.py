@@ -75,7 +75,7 @@ class QuantizedArray:
         return replace(self, scales=scales * high + scales * low, multiplier=None)
 
     def with_divided_zeros(self, num_parts: int) -> QuantizedArray:
-        """Returns the same weights with zero points of which that many equal parts of the groups share no byte."""
+        """Returns the same weights, zero points whole if `num_parts` equal parts of the groups would share a byte."""
         if self.zeros is None or self.zeros.shape[-1] % num_parts == 0:
             return self
         return replace(self, zeros=self.whole_zeros)
@@ -119,11 +119,12 @@ class SplitPlanes:
 
 
 def quantize(w: Any, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:
-    """Rounds weights [out..., in] to the nearest of 255 steps per group, of which the largest weight is the last.
+    """Rounds weights [out..., in] to the nearest of 255 steps per group, or of 15 if `bits` is 4.
 
-    Weights of NumPy give arrays of NumPy, and those of JAX the same bits. Of 15 steps where `bits` is 4. `group_size`
-    is a number of inputs; None makes a group of all inputs of a channel. Raises ValueError where it does not divide
-    them, or is odd with 4 bits, and for other bits. `is_packed` lays 4 bits two to a byte, and leaves 8 as they are.
+    The largest weight of a group is the last step. Weights of NumPy give arrays of NumPy with the bits that JAX gives.
+    `group_size` is a number of inputs; None makes a group of all inputs of a channel. Raises ValueError where it does
+    not divide them, or is odd with 4 bits, and for other bits. `is_packed` lays 4 bits two to a byte, and leaves 8 as
+    they are.
     """
     if bits not in LARGEST:
         raise ValueError(f"bits={bits} is not supported; use one of {sorted(LARGEST)}")
@@ -139,7 +140,9 @@ def quantize(w: Any, *, group_size: int | None = None, bits: int = 8, is_packed:
     largest = abs(groups).max(-1, keepdims=True)
     one = np.float32(1)
     # By products: a compiler makes them of these divisions, whose bits are others.
-    scales = xp.where(largest > 0, largest * np.float32(1 / LARGEST[bits]), one)  # a group of zeros has any scale
+    scales = largest * np.float32(1 / LARGEST[bits])
+    # A group of zeros has any scale. So has one with a subnormal scale, which devices take for 0, and NumPy does not.
+    scales = xp.where(scales >= np.finfo(np.float32).tiny, scales, one)
     values = xp.round(groups * (one / scales)).astype(np.int8 if is_packed or bits == 8 else ml_dtypes.int4)
     if is_packed:
         values = pack_int4(values.reshape(-1, num_inputs), size)

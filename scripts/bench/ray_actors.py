@@ -12,11 +12,14 @@ import argparse
 import os
 import random
 import time
+from datetime import date
+from importlib.metadata import version
 from typing import Any
 
 import ray.data
 
 from jaxinfer.batch_job.ray_data import EngineStage
+from jaxinfer.device import describe_cpu
 
 BATCH_SIZE = 64  # rows of a block, and of a call of the stage
 PROMPT_LENS, OUTPUT_LENS = (20, 200), (16, 64)
@@ -69,6 +72,7 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--requests", type=int, default=1000)
     arguments = parser.parse_args()
+    print(f"{date.today()}, {describe_cpu()}, jax {version('jax')}, ray {ray.__version__}")
     ray.init(log_to_driver=False)
     for num_actors in arguments.actors:
         print(measure(num_actors, arguments.requests), flush=True)

@@ -180,6 +180,23 @@ def test_a_checkpoint_reads_its_configuration_and_its_headers_once(tmp_path, mon
     assert sorted(opened) == sorted(["config.json", "model.safetensors.index.json", *shards])
 
 
+def test_a_file_that_changes_after_its_header_was_read_is_refused(tmp_path):
+    checkpoint = open_checkpoint(save_random_checkpoint(tmp_path / "one", "llama"))
+    assert checkpoint.config.num_layers == 3
+    other = save_random_checkpoint(tmp_path / "other", "llama", seed=1)
+    (other / "model.safetensors").replace(tmp_path / "one" / "model.safetensors")
+
+    with pytest.raises(ValueError, match="model.safetensors has changed since it was opened; load the checkpoint"):
+        checkpoint.load("float32")
+
+
+def test_a_quantization_that_is_unknown_is_refused(tmp_path):
+    checkpoint = open_checkpoint(save_random_checkpoint(tmp_path, "llama"))
+    for use in (checkpoint.load, checkpoint.abstract):
+        with pytest.raises(ValueError, match="quantization='int3'"):
+            use("float32", quantization="int3")
+
+
 def test_loading_imports_neither_torch_nor_the_hub(tmp_path):
     path = save_random_checkpoint(tmp_path, "llama")
     program = (

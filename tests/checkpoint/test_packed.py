@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from jax.tree_util import tree_leaves_with_path
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.stored import StoredQuantized, require_even
@@ -346,6 +346,21 @@ def test_integers_of_more_bits_than_the_scheme_says_are_refused(sources, tmp_pat
     edit_json(path, quantization_config=settings)
 
     with pytest.raises(ValueError, match="has integers of more than 4 bits"):
+        load_checkpoint(path)
+
+
+def test_zero_points_of_more_bits_than_the_scheme_says_are_refused(sources, tmp_path):
+    path = WRITERS["compressed"](sources["llama"], tmp_path / "both", bits=8, is_packed=False, is_symmetric=False).path
+    settings = settings_of(path)
+    settings["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    edit_json(path, quantization_config=settings)
+    tensors = load_file(path / "model.safetensors")
+    for name, integers in tensors.items():
+        if name.endswith("_proj.weight"):
+            integers.zero_()
+    save_file(tensors, path / "model.safetensors")
+
+    with pytest.raises(ValueError, match="has zero points of more than 4 bits"):
         load_checkpoint(path)
 
 

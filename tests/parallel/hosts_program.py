@@ -55,9 +55,10 @@ def same_bits(checkpoint: str, tensor: str, experts: str, *settings: str) -> dic
     if llm.engine_config.max_adapters:
         adapter = Path(checkpoint).parent / "adapter"
         if jax.process_count() > 1:
-            changed = replace(llm._engine.read_adapter(adapter), digest="another")
-            with pytest.raises(ValueError, match="process 1 has another adapter"):
-                llm._engine.load_adapter("changed", changed)
+            read = llm._engine.read_adapter(adapter)
+            for changes in ({"digest": "another"}, {"source": "/no/such/folder"}):
+                with pytest.raises(ValueError, match="process 1 has another adapter"):
+                    llm._engine.load_adapter("changed", replace(read, **changes))
         llm.load_adapter("changed", adapter)
         together += llm.generate(prompts, params, adapter="changed", show_progress=False)
     embedded = llm.embed(PROMPTS, pooling="mean", show_progress=False)

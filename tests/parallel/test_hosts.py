@@ -95,11 +95,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[st
         {"is_symmetric": False, "has_order": True},
         ("4", "1", "speculation=ngram", "max_drafts=3", "max_adapters=1", "max_adapter_rank=4"),
     ),
-    "gpt-oss in int8": ("gpt_oss", GPT_OSS, None, {}, ("2", "2", "quantization=int8")),
+    "gpt-oss": ("gpt_oss", GPT_OSS, None, {}, ("2", "2")),
 }
 EXHAUSTIVE: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("llama", LLAMA, None, {}, ("4", "1")),
-    "gpt-oss": ("gpt_oss", GPT_OSS, None, {}, ("2", "2")),
+    "gpt-oss in int8": ("gpt_oss", GPT_OSS, None, {}, ("2", "2", "quantization=int8")),
     **{
         f"llama in {writer} {options}": ("llama", {**LLAMA, **GROUPS}, writer, options, ("4", "1"))
         for writer, options in (

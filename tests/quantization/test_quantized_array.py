@@ -235,3 +235,13 @@ def test_scales_of_unpacked_integers_are_split_where_devices_divide_the_groups(g
     assert layer.feed_forward.down.scales.spec == PartitionSpec(None, None, of_down)
     assert placement.unembedding.scales.spec == PartitionSpec("model", None)
     assert layer.mixer_norm.spec == PartitionSpec(None, None)
+
+
+def test_numpy_and_jax_round_the_smallest_weights_alike():
+    w = np.array([[0, 0], [1e-39, -1e-39], [1e-37, 5e-38], [1e-36, -3e-37], [1, -0.3]], np.float32)
+
+    of_numpy, of_jax = quantize(w), quantize(jnp.asarray(w))
+
+    np.testing.assert_array_equal(of_numpy.values, of_jax.values)
+    np.testing.assert_array_equal(of_numpy.scales, of_jax.scales)
+    np.testing.assert_array_equal(of_numpy.scales[:3, 0], 1)

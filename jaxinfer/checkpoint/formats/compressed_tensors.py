@@ -219,9 +219,11 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 
     def read_zeros() -> np.ndarray:
         stored = parts["weight_zero_point"].map()
-        if not is_packed:
-            return np.broadcast_to(stored, (outputs, groups))
-        return centred(unpacked(stored, bits)[:outputs], bits)
+        if is_packed:
+            return centred(unpacked(stored, bits)[:outputs], bits)
+        if stored.min() < -middle or stored.max() >= middle:
+            raise ValueError(f"{parts.module} has zero points of more than {bits} bits; download the checkpoint again")
+        return np.broadcast_to(stored, (outputs, groups))
 
     return StoredQuantized(
         shape=(outputs, inputs),

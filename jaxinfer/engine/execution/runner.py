@@ -29,7 +29,7 @@ from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.sampling.batch import SamplingBatch
 
 T = TypeVar("T")
-MAX_SOURCE_BYTES = 4096  # of the folder or id of an adapter that several processes read; Linux has no longer paths
+MAX_SOURCE_BYTES = 4096  # of the folder or id of an adapter that several processes read: the longest path of Linux
 
 
 class Runner:
@@ -96,8 +96,14 @@ class Runner:
             if len(source) > MAX_SOURCE_BYTES:
                 raise ValueError(f"path has {len(source)} bytes, more than {MAX_SOURCE_BYTES}; give a shorter one")
             padded = np.frombuffer(source.ljust(MAX_SOURCE_BYTES, b"\0"), np.uint8)
-            self._tell(len(self.buckets) + len(self._copies_of_pages), (np.int32(slot), padded))
-            self._hosts.agree({f"adapter {adapter.source!r}": adapter.digest})
+            try:
+                self._tell(self._adapter_number, (np.int32(slot), padded))
+                self._hosts.agree({f"adapter {adapter.source!r}": adapter.digest})
+            except ValueError:
+                raise
+            except BaseException as error:  # the other processes wait for this one
+                self._fail(error)
+                raise
         self._write_adapter(slot, adapter.tensors)
 
     def _follow_adapter(self, read_adapter: Callable[[str], Adapter], slot: np.ndarray, source: np.ndarray) -> None:
@@ -107,8 +113,8 @@ class Runner:
         try:
             adapter = read_adapter(path)
             found = adapter.digest
-        except (ValueError, OSError) as error:
-            found = f"{type(error).__name__}: {error}"
+        except Exception as error:  # the Hub's libraries have errors of several kinds
+            found = ascii(f"{type(error).__name__}: {error}")
         try:
             self._hosts.agree({f"adapter {path!r}": found})
         except ValueError:  # process 0 raises it for the caller
@@ -208,7 +214,7 @@ class Runner:
         assert self._hosts is not None
         steps, logits = self.compiled_steps, None
         for number, arguments in self._hosts.launches():
-            if number == len(self.buckets) + len(self._copies_of_pages):
+            if number == self._adapter_number:
                 self._follow_adapter(read_adapter, *arguments)
             elif number >= len(self.buckets):
                 self._cache = self._change_of(number - len(self.buckets), arguments)(self._cache)
@@ -223,6 +229,11 @@ class Runner:
         """Lets other processes make the launch that follows in this one."""
         if self._hosts is not None:
             self._hosts.tell(number, arguments)
+
+    @property
+    def _adapter_number(self) -> int:
+        """The number of an adapter's record, after those of executables and copies."""
+        return len(self.buckets) + len(self._copies_of_pages)
 
     @property
     def _copies_of_pages(self) -> list[Any]:

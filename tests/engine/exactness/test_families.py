@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -119,6 +120,7 @@ def save_small_family(path: Path, family: str) -> Path:
 def alone(checkpoint) -> list[Completion]:
     """Each request computed by itself, without any cached page."""
     with small_engine(checkpoint, prefix_cache=False) as llm:
+        assert (llm.engine_config.parallelism is not None) == (jax.device_count() > 1)  # with --mesh
         return [generate(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
 
 
