@@ -15,7 +15,7 @@ from jaxinfer.checkpoint.stored import StoredBlocks, StoredQuantized
 from jaxinfer.gguf import file as gguf_file
 from jaxinfer.gguf.file import read_gguf
 from jaxinfer.text.tokenizer import Tokenizer
-from tests.gguf.gguf_files import add_vocabulary, save_gguf
+from tests.gguf.gguf_files import TYPES, add_vocabulary, save_gguf
 from tests.hostile.mutations import MUTATIONS, file_limits, mutated
 
 SCALARS = {
@@ -174,13 +174,15 @@ def refusal_of(path: Path) -> str | None:
     return None
 
 
-def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path):
+@pytest.mark.parametrize("kind", ["mixed", *TYPES])
+def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path, kind):
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
     kinds = {"ffn": "Q4_K", "attn": "Q8_0"}
+    count = MUTATIONS if kind == "mixed" else 3 * MUTATIONS // 10
     path, _ = save_gguf(
         tmp_path,
         "llama",
-        lambda name: next((kind for part, kind in kinds.items() if part in name), "F16"),
+        (lambda name: next((kind for part, kind in kinds.items() if part in name), "F16")) if kind == "mixed" else kind,
         add=add_vocabulary,
         vocab_size=97,
         **sizes,
@@ -190,7 +192,7 @@ def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path):
     rng, mutant = np.random.default_rng(0), tmp_path / "mutant.gguf"
     read_whole(path)
     num_refused = 0
-    for _ in range(MUTATIONS):
+    for _ in range(count):
         mutant.unlink(missing_ok=True)
         mutant.write_bytes(mutated(content, header, rng))
         with file_limits(mutant):
@@ -198,4 +200,4 @@ def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path):
         assert message is None or str(mutant) in message, message
         num_refused += message is not None
 
-    assert MUTATIONS / 2 < num_refused < MUTATIONS
+    assert count / 2 < num_refused < count
