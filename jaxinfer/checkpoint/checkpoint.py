@@ -271,6 +271,11 @@ class Checkpoint:
             known[layer] = own
         return anew
 
+    def forget(self) -> None:
+        """Frees what was read; a later use reads it again."""
+        for name in vars(self).keys() - {"path"}:
+            del vars(self)[name]
+
     def digest(self, others: Iterable[str] = ()) -> str:
         """Returns a digest of all weights, of config.json and of the `others` that are there; or of the one file.
 

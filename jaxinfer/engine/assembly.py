@@ -171,11 +171,12 @@ def _connect_parts(
         max_loop_seconds=max_loop_seconds,
     )
     runners = [Runner(own, warm_up, tiers, on_failure, hosts) for own, warm_up in zip(params, warm_ups, strict=True)]
+    checkpoint.forget()  # headers of a large model take hundreds of MB; an adapter reads them again
     if hosts is not None:
         hosts.agree({"model": repr(model_config), "EngineConfig, with the limits of the devices": repr(config)})
         if hosts.index > 0:
             own = {"max_rank": config.max_adapter_rank, "dtype": warm_ups[0].model.params.final_norm.dtype}
-            runners[0].follow(partial(read_adapter, checkpoint=replace(checkpoint), config=model_config, **own))
+            runners[0].follow(partial(read_adapter, checkpoint=checkpoint, config=model_config, **own))
             hosts.wait_for_end()
             raise SystemExit(0)
     if config.num_prefill_replicas:

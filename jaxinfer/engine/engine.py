@@ -101,7 +101,6 @@ class Engine:
             on_failure=self._health.fail,
             show_progress=show_progress,
         )
-        self._checkpoint = replace(self._checkpoint)  # without headers, which may take 100 MB; adapters read them again
         self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
         self.answers = None if self.tokenizer is None else Answers(self.tokenizer)
         self._admission, self._scheduler = parts.admission, parts.scheduler

@@ -27,7 +27,7 @@ class Adapter:
     # (down [n, in, r], up [n, r, out], gain [n, out]) for each weight, zeros for those that it leaves alone
     tensors: Slots
     digest: str  # of the numbers, their places and the rank of the slots
-    source: str  # the folder or id of the Hub that it was read from, as it was given
+    source: str  # the absolute folder that it was read from, or the id of the Hub
 
 
 def adapted_weights(config: ModelConfig) -> Params:

@@ -192,14 +192,15 @@ class Hosts:
         key = f"compared/{self._num_compared}"
         self._client.key_value_set(f"{OUR_KEYS}/{key}/{self.index}", own)
         # Some processes compile or read for longer than others. If one dies, the watching thread ends this one.
-        return [self._read(f"{key}/{index}", "", None) for index in range(self.count)]
+        return [self._read(f"{key}/{index}") for index in range(self.count)]
 
-    def _read(self, key: str, complaint: str, seconds: float | None = START_SECONDS) -> str:
+    def _read(self, key: str, complaint: str | None = None) -> str:
+        """Waits for a value, without a bound if there is no complaint about a missing one."""
         began = time.monotonic()
-        while seconds is None or time.monotonic() - began < seconds:
+        while complaint is None or time.monotonic() - began < START_SECONDS:
             with _no_timeout():
                 return self._client.blocking_key_value_get(f"{OUR_KEYS}/{key}", int(2000 * BEAT_SECONDS))
-        raise RuntimeError(f"{complaint} after {seconds} s; start the same script in all {self.count} processes")
+        raise RuntimeError(f"{complaint} after {START_SECONDS} s; start the same script in all {self.count} processes")
 
     # Records.
 

@@ -178,6 +178,9 @@ def test_a_checkpoint_reads_its_configuration_and_its_headers_once(tmp_path, mon
         checkpoint.file_sizes()
 
     assert sorted(opened) == sorted(["config.json", "model.safetensors.index.json", *shards])
+    checkpoint.forget()
+    checkpoint.plan(config)
+    assert len(opened) == 2 * (2 + len(shards))
 
 
 def test_a_file_that_changes_after_its_header_was_read_is_refused(tmp_path):

@@ -156,7 +156,7 @@ def test_a_file_may_be_a_draft_model(files):
     assert not is_eagle3(Checkpoint(files[0]))
 
 
-def test_the_fingerprint_is_that_of_the_file(files, tmp_path):
+def test_the_digest_is_that_of_the_file(files, tmp_path):
     copy = tmp_path / "model.gguf"
     content = bytearray(files[0].read_bytes())
     copy.write_bytes(content)

@@ -96,14 +96,9 @@ class Runner:
             if len(source) > MAX_SOURCE_BYTES:
                 raise ValueError(f"path has {len(source)} bytes, more than {MAX_SOURCE_BYTES}; give a shorter one")
             padded = np.frombuffer(source.ljust(MAX_SOURCE_BYTES, b"\0"), np.uint8)
-            try:
+            with self._reported_failures(but=ValueError):  # the other processes wait for this one
                 self._tell(self._adapter_number, (np.int32(slot), padded))
                 self._hosts.agree({f"adapter {adapter.source!r}": adapter.digest})
-            except ValueError:
-                raise
-            except BaseException as error:  # the other processes wait for this one
-                self._fail(error)
-                raise
         self._write_adapter(slot, adapter.tensors)
 
     def _follow_adapter(self, read_adapter: Callable[[str], Adapter], slot: np.ndarray, source: np.ndarray) -> None:
@@ -248,9 +243,13 @@ class Runner:
         return lambda cache: self._copiers[number].duplicate(cache, *arguments)
 
     @contextlib.contextmanager
-    def _reported_failures(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+    def _reported_failures(
+        self, kind: type[BaseException] = BaseException, *, but: type[BaseException] | tuple[()] = ()
+    ) -> Iterator[None]:
         try:
             yield
+        except but:
+            raise
         except kind as error:
             self._fail(error)
             raise

@@ -1,4 +1,4 @@
-"""A fingerprint tells weights apart, and nothing else."""
+"""The digest of a checkpoint tells weights apart, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_the_same_weights_have_the_same_fingerprint_wherever_they_lie(folder, tmp_path):
+def test_the_same_weights_have_the_same_digest_wherever_they_lie(folder, tmp_path):
     before = Checkpoint(folder).digest()
     (folder / "README.md").write_text("another word")
 
@@ -37,7 +37,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_weights_have_another_fingerprint(folder, change):
+def test_other_weights_have_another_digest(folder, change):
     before = Checkpoint(folder).digest()
 
     change(folder)
