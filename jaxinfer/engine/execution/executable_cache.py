@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from jax.sharding import NamedSharding
 
 from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, write_checked
 from jaxinfer.device import COMPILATION_CACHE
+from jaxinfer.source_digest import source_digest
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +204,7 @@ def _is_private(path: Path) -> bool:
 def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:
     leaves, structure = jax.tree.flatten(args)
     parts = [
+        source_digest(function, args, statics.values(), compiler=__name__),
         _surroundings(),
         *_options(),
         _name(function),
@@ -230,25 +231,12 @@ def _options() -> list[str]:
 
 @functools.cache
 def _surroundings() -> str:
-    """Returns source, versions, devices, environment and host: inputs of compilation beside the call and options."""
+    """Returns versions, devices, environment and host, on which compilation depends beside source, call and options."""
     backend = get_backend()
     variables = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     devices = [(device.id, device.device_kind) for device in jax.devices()]
     versions = [version("jax"), version("jaxlib"), backend.platform_version]
-    return f"{_source()} {versions} {devices} {variables} {_host()}"
-
-
-def _source() -> str:
-    """Returns a digest of all source files of both packages, with their paths, and of the tuned block sizes."""
-    digest = blake2b(digest_size=20)
-    for package in ("jaxinfer", "kernels_pallas"):
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        root = Path(spec.submodule_search_locations[0])
-        for file in sorted([*root.rglob("*.py"), *root.rglob("tuned/*.json")]):
-            digest.update(f"{package} {file.relative_to(root)} ".encode() + file.read_bytes())
-    return digest.hexdigest()
+    return f"{versions} {devices} {variables} {_host()}"
 
 
 def _host() -> str:

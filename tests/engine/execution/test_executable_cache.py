@@ -333,7 +333,11 @@ def test_a_setting_of_this_thread_alone_counts(folder, num_traces):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("_source", lambda: "another line"), ("_host", lambda: "another processor"), ("version", lambda _: "0.0.1")],
+    [
+        ("source_digest", lambda *_: "another line"),
+        ("_host", lambda: "another processor"),
+        ("version", lambda _: "0.0.1"),
+    ],
 )
 def test_other_code_another_machine_and_another_version_compile_anew(folder, num_traces, monkeypatch, name, value):
     num_traces(jnp.zeros(6), X)
