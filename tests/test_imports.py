@@ -26,6 +26,7 @@ ALLOWED = {
     "_version": "",
     "cpu_flags": "",
     "html": "",
+    "source_digest": "",
     "kernels_pallas": "",
     "gguf": "validation",
     "quantization": "gguf kernels_pallas",
@@ -40,12 +41,13 @@ ALLOWED = {
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "engine.kv_cache engine.request html sampling_params validation",
     "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling kernels_pallas"
-    " model parallel plan quantization sampling sampling_params steps validation",
+    " model parallel plan quantization sampling sampling_params source_digest steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model parallel plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
     " engine.scheduling model parallel plain_values sampling_params text validation",
+    "openai": "config engine.frontend engine.request sampling_params text validation",
 }
 # The command line, the server, the simulation, capacity plans, batch jobs and the engine's own few modules may import
 # all of these.

@@ -302,7 +302,7 @@ class _SteppedEngine:
     def begin(self, request: JobRequest) -> InFlight:
         if request.body is not None:
             # The extra that the line was read with.
-            from jaxinfer.serve.errors import require_known_model
+            from jaxinfer.openai.errors import require_known_model
 
             require_known_model(request.body.model, [*self._llm.model_names, *self._llm.adapters], "job")
         prompt, params, chats = prepared(request, self._llm)
@@ -342,7 +342,7 @@ def prepared(request: JobRequest, llm: LLM | AsyncLLM) -> tuple[Prompt, Sampling
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
     if request.is_openai:
         # The extra that the line was read with.
-        from jaxinfer.serve.parameters import require_effort_is_read
+        from jaxinfer.openai.parameters import require_effort_is_read
 
         require_effort_is_read(llm.tokenizer, request.chat)
     chats = render_chats(

@@ -144,7 +144,7 @@ def completion_line(
     """
     error = error_of(completions)
     if request.is_openai and error is not None:
-        from jaxinfer.serve.errors import ended_in_error
+        from jaxinfer.openai.errors import ended_in_error
 
         return refusal_line(request, ended_in_error(error), identity)
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}

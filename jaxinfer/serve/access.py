@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.engine.request.request import Priority
+from jaxinfer.openai.errors import RefusedError
 from jaxinfer.serve import static_page
-from jaxinfer.serve.errors import RefusedError
+from jaxinfer.serve.refusals import refusal_response
 from jaxinfer.validation import is_real, shown
 
 # Probes of a load balancer have no key, and the page asks for one.
@@ -176,7 +177,7 @@ class AccessControl:
             client = self._find(scope)
             client.begin_request()
         except RefusedError as refusal:
-            await refusal.response()(scope, receive, send)
+            await refusal_response(refusal)(scope, receive, send)
             return
         scope.setdefault("state", {})["client"] = client
         try:
@@ -215,7 +216,8 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         message = f"the server is not called by the name {shown(given.decode('latin-1'))}; give it --allowed-host"
-        await RefusedError(400, message, code="host_not_allowed").response()(scope, receive, send)
+        refusal = RefusedError(400, message, code="host_not_allowed")
+        await refusal_response(refusal)(scope, receive, send)
 
 
 def _host_name(value: bytes) -> str:
@@ -244,7 +246,7 @@ class BodyLimit:
         for name, value in scope["headers"]:
             # The protocol has made sure that it is a number.
             if name == b"content-length" and int(value) > max_bytes:
-                response = RefusedError(413, message, code="body_too_large").response()
+                response = refusal_response(RefusedError(413, message, code="body_too_large"))
                 response.headers["Connection"] = "close"  # or the client would go on sending
                 await response(scope, receive, send)
                 return

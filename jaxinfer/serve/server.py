@@ -20,10 +20,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
 from jaxinfer.serve.access import AccessControl, BodyLimit, Client, HostCheck
-from jaxinfer.serve.app import ServerState, make_app
+from jaxinfer.serve.app import make_app
+from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import FORM_BYTES, UPLOADS
 from jaxinfer.serve.logs import RequestLog
+from jaxinfer.serve.state import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         ssl_certfile=config.tls_certificate,
         ssl_keyfile=config.tls_key,
     )
-    return Server(settings, app.state.server, config.drain_seconds)
+    return Server(settings, app.state.server, app.state.batches, config.drain_seconds)
 
 
 def _allowed_hosts(config: ServerConfig) -> Sequence[str] | None:
@@ -125,17 +127,19 @@ class Server(uvicorn.Server):
     closed, which ends the rest with their tokens so far. Batches stop at once, and go on with the next start.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, batches: Batches | None, drain_seconds: float
+    ) -> None:
         super().__init__(config)
-        self._state, self._drain_seconds = state, drain_seconds
+        self._state, self._batches, self._drain_seconds = state, batches, drain_seconds
         self._closing_time: float | None = None
         self.on_start: Callable[[int], object] = lambda port: None  # receives the port when the server listens
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            if self._state.batches is not None:
-                self._state.batches.start()
+            if self._batches is not None:
+                self._batches.start()
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -148,8 +152,8 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Takes no more requests, and ends when the running ones have ended or `drain_seconds` are over."""
         self._state.is_draining = True
-        if self._state.batches is not None:
-            self._state.batches.stop()
+        if self._batches is not None:
+            self._batches.stop()
         if self._closing_time is None:
             self._closing_time = time.monotonic() + self._drain_seconds
             logger.info("draining: running requests have %g seconds", self._drain_seconds)
@@ -169,8 +173,8 @@ class Server(uvicorn.Server):
             self.should_exit = is_idle or time.monotonic() >= self._closing_time
         if self.should_exit:
             await self._state.llm.close()
-            if self._state.batches is not None:
-                await asyncio.to_thread(self._state.batches.close)
+            if self._batches is not None:
+                await asyncio.to_thread(self._batches.close)
         return await super().on_tick(counter)
 
 

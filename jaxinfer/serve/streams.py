@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.serve.errors import UNKNOWN_FAILURE, RefusedError
+from jaxinfer.openai.errors import UNKNOWN_FAILURE, RefusedError
 
 logger = logging.getLogger(__name__)
 

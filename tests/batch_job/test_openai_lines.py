@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxinfer.batch_job import merge_shards, run_batch
 from jaxinfer.batch_job.records import InvalidLine, JobRequest, parse_request
 from jaxinfer.config import SamplingParams
-from jaxinfer.serve import answers
+from jaxinfer.openai import answers
 from tests.engine.engines import quick_engine, save_small_checkpoint
 
 NAME = "named"

@@ -13,8 +13,9 @@ import openai
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.serve import answers, app
-from jaxinfer.serve.errors import refused_body
+from jaxinfer.openai import answers
+from jaxinfer.openai.errors import refused_body
+from jaxinfer.serve import app
 from tests.serve.servers import NAME, TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("stays_idle")

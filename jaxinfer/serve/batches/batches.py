@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from threading import Event, RLock, Thread
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel
@@ -30,14 +30,12 @@ from jaxinfer.batch_job.input import open_lines
 from jaxinfer.batch_job.job import Progress, run_job
 from jaxinfer.batch_job.output import OutputFile
 from jaxinfer.batch_job.records import format_record, unanswered_line
+from jaxinfer.openai.errors import RefusedError
 from jaxinfer.serve.access import Client
 from jaxinfer.serve.batches.engine import BatchEngine
 from jaxinfer.serve.batches.file_store import FileObject, FileStore, Objects, Stored, StoredObject
 from jaxinfer.serve.batches.input import BatchFault, faults_of
-from jaxinfer.serve.errors import RefusedError
-
-if TYPE_CHECKING:
-    from jaxinfer.serve.app import ServerState
+from jaxinfer.serve.state import ServerState
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxinfer.batch_job.job import InFlight, Refusal, options_of, prepared
 from jaxinfer.batch_job.records import JobRequest
@@ -16,10 +16,8 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.serve.access import Client, restricted
+from jaxinfer.serve.state import ServerState
 from jaxinfer.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from jaxinfer.serve.app import ServerState
 
 POLL_SECONDS = 0.1  # until a batch sees that it is to stop, and until it asks a full queue again
 

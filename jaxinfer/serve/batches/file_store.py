@@ -23,7 +23,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ValidationError
 
 from jaxinfer.batch_job.files import replace_file
-from jaxinfer.serve.errors import RefusedError
+from jaxinfer.openai.errors import RefusedError
 from jaxinfer.validation import shown
 
 MAX_FILES = 1_000  # of a tenant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, Literal
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -11,15 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 
+from jaxinfer.openai.bodies import Body, Name
+from jaxinfer.openai.errors import RefusedError
 from jaxinfer.serve.access import client_of
 from jaxinfer.serve.batches.batches import Batches, BatchObject, Endpoint
 from jaxinfer.serve.batches.file_store import FileObject, Purpose, page_of
-from jaxinfer.serve.bodies import Body, Name
-from jaxinfer.serve.errors import RefusedError
+from jaxinfer.serve.state import ServerState
 from jaxinfer.validation import shown
-
-if TYPE_CHECKING:
-    from jaxinfer.serve.app import ServerState
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 2**16  # of an upload beside the file
@@ -114,14 +112,14 @@ class BatchBody(Body):
     }
 
 
-def add_batches(app: FastAPI, state: ServerState) -> None:
+def add_batches(app: FastAPI, state: ServerState, service: Batches | None) -> None:
     """Adds the routes of files and batches. They are refused if the server keeps no files."""
     uploads: set[object] = set()  # under way
 
     def kept() -> Batches:
-        if state.batches is None:
+        if service is None:
             raise RefusedError(404, "this server keeps no files and batches; start it with --files DIR")
-        return state.batches
+        return service
 
     @app.post(UPLOADS, response_model=FileObject, openapi_extra=UPLOAD_FORM)
     async def upload(request: Request) -> Response:

@@ -13,7 +13,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.serve.bodies import ChatBody, CompletionBody
+from jaxinfer.openai.bodies import ChatBody, CompletionBody
 from jaxinfer.text.answers.answers import AnswerReader
 from jaxinfer.text.answers.parts import ArgumentsPiece, CallBegin, ContentPiece, ReasoningPiece
 from jaxinfer.text.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
 from jaxinfer.sampling_params import TotalLength
-from jaxinfer.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
 from jaxinfer.text.tokenizer import Tokenizer
 
 # Fields with the name, meaning and values that they have in `SamplingParams`.

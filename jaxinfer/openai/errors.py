@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Container, Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from jaxinfer.engine.frontend.admission import PromptTooLongError
@@ -54,12 +52,6 @@ class RefusedError(ValueError):
         message = str(self)[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
         detail = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": detail}
-
-    def response(self) -> JSONResponse:
-        """Returns the answer with the error."""
-        # Whole seconds, and never 0, which would ask to try again at once.
-        headers = {} if self.retry_after is None else {"Retry-After": str(max(math.ceil(self.retry_after), 1))}
-        return JSONResponse(self.body(), self.status, headers)
 
 
 UNKNOWN_FAILURE = RefusedError(500, "the server has failed on this request; its log says why", kind="server_error")

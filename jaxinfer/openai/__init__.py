@@ -1,0 +1,1 @@
+"""OpenAI's protocol, below the server and batch jobs (extra `serve`): bodies, parameters, messages, errors, answers."""
