@@ -68,6 +68,7 @@ PARAMETERS = {
     "top_p": 0.25,
     "min_p": 0.125,
     "n": 2,
+    "sample_index": 3,
     "best_of": 3,
     "typical_p": 0.5,
     "repetition_penalty": 1.5,
