@@ -167,7 +167,9 @@ class SamplingParams:
             require_int("best_of", self.best_of, self.n)
         require_int("sample_index", self.sample_index, 0)
         last = MAX_INT - self.num_samples
-        require(self.sample_index <= last, "sample_index", self.sample_index, f"at most {last}, for the last sample too")
+        require(
+            self.sample_index <= last, "sample_index", self.sample_index, f"at most {last}, for the last sample too"
+        )
         require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         are_alike = isinstance(self.min_tokens, TotalLength) == isinstance(self.max_tokens, TotalLength)
