@@ -204,6 +204,11 @@ class Engine:
         self.check()
         return tuple(adapter.name for adapter in self._admission.adapters.loaded)
 
+    @property
+    def adapter_digests(self) -> dict[str, str]:
+        """The digest of each loaded adapter, by its name."""
+        return {adapter.name: adapter.digest for adapter in self._admission.adapters.loaded}
+
     def read_adapter(self, path: str | Path) -> Adapter:
         """Reads an adapter for `load_adapter`; changes nothing in the engine. Raises ValueError if it does not fit."""
         self.check()

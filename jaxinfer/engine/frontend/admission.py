@@ -216,7 +216,7 @@ class Admission:
             priority=checked_priority(priority),
             tenant=checked_tenant(tenant),
             time_limit=checked_time_limit(deadline),
-            shared_prompt=SharedPrompt(sampling.num_samples),
+            shared_prompt=SharedPrompt(sampling.sample_index + sampling.num_samples),
         )
         return [
             make_sample(
@@ -226,7 +226,7 @@ class Admission:
                 keys=self.page_keys(cache_salt, loaded),
                 grammar=self.grammars.compile(sampling),
             )
-            for sample_index in range(sampling.num_samples)
+            for sample_index in range(sampling.sample_index, sampling.sample_index + sampling.num_samples)
         ]
 
     def detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
