@@ -102,8 +102,8 @@ class Engine:
             show_progress=show_progress,
         )
         self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
-        self.answers = None if self.tokenizer is None else Answers(self.tokenizer)
         self._admission, self._scheduler = parts.admission, parts.scheduler
+        self.answers = None if self.tokenizer is None else Answers(self.tokenizer, self._admission.check_characters)
         self._warm_ups, self._runners, self._speculation = parts.warm_ups, parts.runners, parts.speculation
         self._pipelines = [
             Pipeline(parts.scheduler, runner, replica=index, on_failure=self._health.fail)

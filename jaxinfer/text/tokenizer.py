@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTER_BYTES = 4
 MAX_TOKENIZER_BYTES = 2**27  # of tokenizer.json and tokenizer.model; the largest published ones have 33 MB
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Of a text to encode and of ids to decode. The library releases the interpreter's lock for batches alone, and computes
+# them on its own threads, for which a short text would wait behind long ones of other callers.
+MAX_LOCKED_LEN = 1_024
 # Arguments of `apply_chat_template` in transformers that ask for something else than ids or text.
 NOT_HONOURED = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -139,7 +142,9 @@ class Tokenizer:
                 f"text has half a surrogate pair, {text[error.start]!r}, at character {error.start}; "
                 "give text that can be written as UTF-8"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= MAX_LOCKED_LEN:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def apply_chat_template(
         self,
@@ -187,7 +192,10 @@ class Tokenizer:
         ids = as_tuple("token_ids", token_ids, "several token ids")
         require(all(map(is_int, ids)), "token_ids", token_ids, "several integers")
         skip_special_tokens = as_bool("skip_special_tokens", skip_special_tokens)
-        return self._backend.decode([i for i in ids if 0 <= i <= MAX_INT], skip_special_tokens=skip_special_tokens)
+        ids = [i for i in ids if 0 <= i <= MAX_INT]
+        if len(ids) <= MAX_LOCKED_LEN:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def text_of(self, token_id: int) -> str:
         """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""

@@ -27,11 +27,16 @@ class FakeTokenizer:
     def text_of(self, token_id: int) -> str:
         return f"t{token_id}"
 
-    def apply_chat_template(self, conversation: Any, **arguments: Any) -> str:
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, **arguments: Any) -> str:
+        assert not tokenize
         if not conversation:
             raise ValueError("no messages")
         self.rendered = {"conversation": conversation, **arguments}
         return conversation[-1]["content"]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> str:
+        assert not add_special_tokens  # the template writes them
+        return text
 
 
 class FakeAnswers:
@@ -39,6 +44,9 @@ class FakeAnswers:
 
     def __init__(self, tokenizer: FakeTokenizer) -> None:
         self.tokenizer = tokenizer
+
+    def check_text(self, name: str, text: str) -> None:
+        pass
 
     def form(self, *_: Any, **__: Any) -> FakeAnswers:
         return self
