@@ -21,7 +21,8 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import ONE_DEVICE
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.text.grammar import GrammarCompiler
-from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import (
     MAX_FLOAT,
     MAX_INT,
