@@ -127,7 +127,7 @@ class SamplingParams:
     Text:
 
     * `skip_special_tokens`: leave special tokens out of the text. False shows them all, such as the marks of channels
-      and tool calls and the end token, and stop strings are looked for in them too.
+      and tool calls and the end token. Stop strings are looked for in them in both cases.
     """
 
     n: int = 1

@@ -119,8 +119,8 @@ def run_batch(
 
     Raises ValueError, with the output unchanged, if the input has another format or encoding, or if another job uses
     the output or it cannot be locked. The same holds if a record has changed since it was written, or if its `made_by`
-    differs from `llm.identity()`, the adapter that is loaded by its name, and the input line's digest. Raises OSError if
-    a record cannot be written; run the job again then.
+    differs from `llm.identity()`, the adapter that is loaded by its name, and the input line's digest. Raises OSError
+    if a record cannot be written; run the job again then.
     """
     show_progress = as_bool("show_progress", show_progress)
     check_job(input_path, output_path, errors_path=errors_path, max_in_flight=max_in_flight, shard=shard)

@@ -9,7 +9,7 @@ from decimal import Decimal
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from jaxinfer.text.ecmascript_regex import to_rust
 from jaxinfer.validation import cut, require_characters, shown
@@ -24,6 +24,31 @@ MAX_KEY_BYTES = 64
 ONE = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 LISTED = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+
+# Keywords that narrow a schema only together with others, or not at all.
+ANNOTATIONS = frozenset(
+    {
+        *("$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "default", "definitions", "deprecated"),
+        *("description", "examples", "readOnly", "title", "writeOnly"),
+    }
+)
+CONSTRAINTS = frozenset(
+    {
+        *(*ONE, *LISTED, *NAMED, "$dynamicRef", "$ref", "const", "dependencies", "dependentRequired", "enum", "format"),
+        *("exclusiveMaximum", "exclusiveMinimum", "maxContains", "maxItems", "maxLength", "maxProperties", "maximum"),
+        *("minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required"),
+        *("type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "contentEncoding", "contentMediaType"),
+    }
+) - {"$defs", "definitions"}
+# Those that JSON Schema defines. To it, any other `format` is an annotation.
+FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri"),
+        *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference"),
+        *("uri-template", "uuid"),
+    }
+)
+IN_URI = "#/%~!$&'()*+,;=:@?"  # beside letters and digits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -63,19 +88,23 @@ def load_schema(text: str) -> Schema:
         raise ValueError(f"json_schema={shown(text)} is not an object of keywords")
     if not isinstance(draft := schema.get("$schema", ""), str):
         raise ValueError(f"json_schema has $schema={shown(draft)}, which names no draft of JSON Schema")
+    _require_keywords(schema)
     options = schema.get("x-guidance")
     if isinstance(options, dict) and options.get("lenient"):
         raise ValueError(
             "json_schema has the option lenient, by which keywords would be passed over; leave it out, and what cannot"
             " be kept is refused by name"
         )
-    todo: list[Any] = [schema]
+    todo: list[tuple[Any, bool]] = [(schema, True)]  # values, and if they may be schemas
     while todo:
-        value = todo.pop()
+        value, may_narrow = todo.pop()
         if isinstance(value, dict):
-            todo += [*value, *(part for name, part in value.items() if name not in ("default", "examples"))]
+            todo += [(name, False) for name in value]
+            for name, part in value.items():
+                if name not in ("default", "examples") and not (may_narrow and _is_loose(name, part)):
+                    todo.append((part, may_narrow and name not in ("const", "enum")))
         elif isinstance(value, list):
-            todo += value
+            todo += [(part, may_narrow) for part in value]
         elif isinstance(value, str):
             require_characters("json_schema", value)
         elif _is_whole(value) and abs(value) > MAX_EXACT:
@@ -84,6 +113,76 @@ def load_schema(text: str) -> Schema:
                 " 2**53; give smaller ones, or strings"
             )
     return schema
+
+
+def _require_keywords(schema: Schema) -> None:
+    """Raises ValueError for an object that is no schema but holds one, such as OpenAI's with a name beside it."""
+    others = [name for name in schema if name not in ANNOTATIONS | CONSTRAINTS and not name.startswith(("$", "x-"))]
+    if others and not CONSTRAINTS & schema.keys():
+        inner = next((name for name in others if isinstance(schema[name], dict)), None)
+        way_out = "" if inner is None else f", which may be the value of {shown(inner)}"
+        raise ValueError(
+            f"json_schema has no keyword of JSON Schema, but {shown(others)}; give the schema itself{way_out}"
+        )
+
+
+def _is_loose(name: str, value: Any) -> bool:
+    """True if a keyword is a bound that all numbers up to 2**53 are within, such as those of types of 64 bits."""
+    if not isinstance(value, int | Decimal) or isinstance(value, bool):
+        return False
+    is_lower = name in ("minimum", "exclusiveMinimum") and value < -MAX_EXACT
+    return is_lower or (name in ("maximum", "exclusiveMaximum") and value > MAX_EXACT)
+
+
+def translate(schema: Schema) -> None:
+    """Rewrites the keywords of a schema that `llguidance` does not take, as far as others say the same.
+
+    * `propertyNames` becomes properties or a pattern; it goes if every name has it.
+    * A bound beyond 2**53 goes if integers up to there are within it: finished documents are held against it.
+    * A `format` that JSON Schema does not define goes.
+    * A `$ref` is written with the characters of URIs.
+    """
+    for part in list(_subschemas(schema)):
+        for name in [name for name, value in part.items() if _is_loose(name, value)]:
+            del part[name]
+        if isinstance(kind := part.get("format"), str) and kind not in FORMATS:
+            del part["format"]
+        if isinstance(reference := part.get("$ref"), str):
+            part["$ref"] = quote(reference, safe=IN_URI)
+        if "propertyNames" in part:
+            _translate_names(part, schema)
+
+
+def _translate_names(part: Schema, schema: Schema) -> None:
+    names = part["propertyNames"]
+    if isinstance(names, dict) and names.keys() - ANNOTATIONS == {"$ref"} and names["$ref"].startswith("#"):
+        names = _found(schema, names["$ref"])
+    if names is False:
+        names = {"enum": []}
+    if names is True:
+        names = {}
+    if not isinstance(names, dict) or "string" not in names.get("type", "string"):
+        return
+    keywords = {name: value for name, value in names.items() if name not in ANNOTATIONS | {"type"}}
+    others, given = part.get("additionalProperties", True), dict(_parts(part, "properties"))
+    if not keywords:
+        del part["propertyNames"]
+    elif "patternProperties" in part:
+        return
+    elif keywords.keys() in ({"enum"}, {"const"}):
+        listed = keywords.get("enum", [keywords.get("const")])
+        allowed = [name for name in listed if isinstance(name, str)]
+        of_others = {} if others is False else dict.fromkeys(allowed, others)
+        part["properties"] = of_others | {name: given[name] for name in allowed if name in given}
+        part["additionalProperties"] = False
+        del part["propertyNames"]
+    elif not given and keywords.keys() <= {"minLength", "maxLength"}:
+        pattern = f"^[^]{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}}$"
+        part |= {"patternProperties": {pattern: others}, "additionalProperties": False}
+        del part["propertyNames"]
+    elif not given and keywords.keys() == {"pattern"}:
+        part |= {"patternProperties": {keywords["pattern"]: others}, "additionalProperties": False}
+        del part["propertyNames"]
 
 
 def translate_patterns(schema: Schema) -> None:

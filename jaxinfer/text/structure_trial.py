@@ -20,6 +20,7 @@ from jaxinfer.text.json_schema import (
     dump_json,
     list_keys,
     load_schema,
+    translate,
     translate_patterns,
 )
 from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
@@ -100,6 +101,7 @@ def _compiled_schema(text: str) -> Compilable:
     error = schema_error(schema)
     if error is not None:
         raise ValueError(f"json_schema is not a JSON schema: {error}")
+    translate(schema)
     translate_patterns(schema)
     schema_checker(text)  # it compiles the patterns once more
     plain = _in_percent_json(schema)

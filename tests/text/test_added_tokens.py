@@ -15,7 +15,8 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxinfer.text import added_tokens
-from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 from tests.text.test_sentencepiece import train
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 
+import jsonschema
 import pytest
 
 from jaxinfer.text.ecmascript_regex import to_rust
 from jaxinfer.text.json_schema import (
     MAX_LISTED_KEYS,
+    byte_tokenizer,
     can_repeat_keys,
     can_run_out_of_keys,
     dump_json,
@@ -20,8 +22,10 @@ from jaxinfer.text.json_schema import (
     patterns_of,
     translate_patterns,
 )
+from jaxinfer.text.schema_check import schema_checker
+from jaxinfer.text.structure_trial import answers
 
-pytest.importorskip("llguidance")
+LLMatcher = pytest.importorskip("llguidance").LLMatcher
 
 
 def test_json_is_written_as_it_was_read():
@@ -203,3 +207,98 @@ def test_a_reference_into_patterns_is_refused():
 
     with pytest.raises(ValueError, match=r"\$ref='#/patternProperties/\^a' into patternProperties; put that part in"):
         rewritten(schema)
+
+
+MAP = {"type": "object", "additionalProperties": {"type": "integer"}}
+NAME, DEF = {"type": "string"}, {"type": "integer", "maximum": 3}
+# Schemas whose keywords `llguidance` does not take as they are, and documents that it has to tell apart.
+TRANSLATED = {
+    "names of any text": ({**MAP, "propertyNames": NAME}, ['{"a":1}', '{"a":"b"}']),
+    "names of any kind": ({**MAP, "propertyNames": True}, ['{"a":1}', '{"a":"b"}']),
+    "names by reference": ({**MAP, "propertyNames": {"$ref": "#/$defs/K"}, "$defs": {"K": NAME}}, ['{"a":1}']),
+    "no name": ({**MAP, "propertyNames": False}, ["{}", '{"a":1}']),
+    "listed names": (
+        {**MAP, "propertyNames": {"type": "string", "enum": ["a", "b"]}, "required": ["a"]},
+        ['{"a":1}', '{"a":1,"b":2}', '{"b":1}', '{"a":1,"c":1}'],
+    ),
+    "listed names beside properties": (
+        {**MAP, "propertyNames": {"const": "a"}, "properties": {"a": {"type": "null"}, "z": {}}},
+        ['{"a":null}', '{"a":1}', '{"z":1}', "{}"],
+    ),
+    "names of a pattern": ({**MAP, "propertyNames": {"pattern": "^x"}}, ['{"x1":1}', '{"y":1}', '{"x":"a"}']),
+    "names of a length": (
+        {**MAP, "propertyNames": {"minLength": 1, "maxLength": 2}},
+        ['{"":1}', '{"é":1}', '{"abc":1}'],
+    ),
+    "a path": ({"type": "string", "format": "path"}, ['"a"', "1"]),
+    "a password": ({"type": "string", "format": "password", "minLength": 2}, ['"ab"', '"a"']),
+    "a format of numbers": ({"type": "integer", "format": "int32"}, ["5", "1.5"]),
+    "a reference with brackets": ({"$ref": "#/$defs/Foo[int]", "$defs": {"Foo[int]": DEF}}, ["3", "5"]),
+    "a reference in percent": ({"$ref": "#/$defs/Foo%5Bint%5D", "$defs": {"Foo[int]": DEF}}, ["3", "5"]),
+    "a reference in other letters": (
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/A<b|é> c"}}, "$defs": {"A<b|é> c": DEF}},
+        ['{"a":3}', '{"a":5}'],
+    ),
+    "64 bits": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["5", str(-(2**63)), str(2**63 - 1)]),
+    "no sign": ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["5", "-5", str(2**64 - 1)]),
+    "a double": ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, ["5.5"]),
+    "open bounds": ({"type": "number", "exclusiveMinimum": -(2**63), "exclusiveMaximum": 2**63}, ["5.5", str(2**60)]),
+}
+
+
+@pytest.mark.parametrize(("schema", "documents"), TRANSLATED.values(), ids=TRANSLATED)
+def test_a_keyword_that_others_can_say_is_honoured(schema, documents):
+    matcher = structure_of(schema)
+    judge = jsonschema.Draft202012Validator(schema)
+
+    for document in documents:
+        assert admits(matcher, document) == judge.is_valid(json.loads(document)), document
+
+
+def test_a_number_beyond_a_bound_of_64_bits_is_found_in_the_finished_document():
+    schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+    for document in (2**63, -(2**63) - 1):
+        assert admits(structure_of(schema), str(document))
+        fault = schema_checker(json.dumps(schema))(str(document))
+        assert fault is not None
+        assert "breaks json_schema" in fault
+
+
+def structure_of(schema):
+    answer = answers()(("json_schema", json.dumps(schema)))
+    assert not isinstance(answer, str), answer
+    matcher = LLMatcher(byte_tokenizer(), answer.grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def admits(matcher, document):
+    at, spelled = matcher.deep_copy(), list(document.encode())
+    return at.try_consume_tokens(spelled) == len(spelled) and at.is_accepting()
+
+
+WRAPPED = {"name": "flag", "strict": True, "schema": {"enum": ["yes", "no"]}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (WRAPPED, r"no keyword of JSON Schema, but \['name', 'strict', 'schema'\].*the value of 'schema'"),
+        ({"json_schema": WRAPPED}, r"but \['json_schema'\].*the value of 'json_schema'"),
+        ({"title": "T", "input_schema": {"type": "object"}}, r"but \['input_schema'\].*the value of 'input_schema'"),
+        ({"propertys": 3}, r"but \['propertys'\]; give the schema itself$"),
+        ({"type": "integer", "minimum": 2**60}, "which would be rounded"),
+        ({"type": "integer", "maximum": -(2**60)}, "which would be rounded"),
+        ({"const": {"minimum": -(2**63)}}, "which would be rounded"),
+        ({"enum": [{"maximum": 2**63}]}, "which would be rounded"),
+    ],
+)
+def test_what_says_nothing_and_what_would_be_rounded_is_refused(schema, message):
+    with pytest.raises(ValueError, match=message):
+        load_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize("schema", [{}, {"title": "Any"}, {"x-order": 3}, {"$defs": {"a": {}}}, {"description": "d"}])
+def test_a_schema_that_admits_everything_stays_one(schema):
+    assert load_schema(json.dumps(schema)) == schema

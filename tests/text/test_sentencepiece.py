@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 README = Path(__file__).parents[2] / "README.md"
 KINDS = [

@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from jaxinfer.text.tokenizer import MAX_LOCKED_LEN, Detokenizer, Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.tokenizer import MAX_LOCKED_LEN, Tokenizer
 
 TEXT = "Grüße from the café, naïve 日本語 и 中文文文 😀👩‍👩‍👧😀 the cat, the  hat. ¿Qué? 0 1 22 333\n\n\tend "
 
@@ -256,13 +257,13 @@ def test_requests_that_skip_and_that_show_special_tokens_share_no_text():
     assert texts == [detokenizer.texts[0] for detokenizer in (skipping, showing, again)] == ["", "<s>", ""]
 
 
-def test_a_stop_string_is_found_in_special_tokens_that_are_shown():
+def test_a_stop_string_is_found_in_special_tokens_if_they_are_shown_and_if_not():
     ids = byte_level().encode("the") + byte_level().encode("cat")
     ends = []
     for skips in (True, False):
         detokenizer = Detokenizer(byte_level(), ("e<s>",), skip_special_tokens=skips)
         ends.append("".join([*map(detokenizer.push, ids), detokenizer.flush()]))
-    assert ends == ["thecat", "<s>th"]
+    assert ends == ["th", "<s>th"]
 
 
 def test_a_token_has_the_id_and_an_id_the_token_of_the_file():

@@ -20,8 +20,9 @@ from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, Sh
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import ONE_DEVICE
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
+from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.grammar import GrammarCompiler
-from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import (
     MAX_FLOAT,
     MAX_INT,

@@ -22,7 +22,8 @@ from jaxinfer.text.answers.source import Reader, Source
 from jaxinfer.text.answers.style import Opening, Style
 from jaxinfer.text.answers.styles.table import STYLES, style_of
 from jaxinfer.text.answers.tools import NO_TOOLS, ToolUse, is_free, read_tools
-from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import as_plain, require_name, shown
 
 MAX_OPENING = 256  # tokens of a prompt's end that show where it leaves off

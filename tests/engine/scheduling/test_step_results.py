@@ -14,7 +14,8 @@ from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step_results import append_plain
 from jaxinfer.sampling_params import NO_TOKEN
-from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json")))
 # Letters, parts of a character of three bytes, the end token; "no token" now and then.
