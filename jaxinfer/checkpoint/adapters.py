@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 
 from jaxinfer.checkpoint.assembly import Assembly, floats_of, plan_assembly
 from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.config_json.text_model import SPELLINGS
+from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.checkpoint.huggingface import read_json, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.checkpoint.stored import Stored
@@ -22,6 +25,8 @@ from jaxinfer.model.adapted_params import Adapter, Slots, adapted_weights, slots
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.validation import is_int, is_real, shown
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every name that PEFT writes
@@ -39,6 +44,10 @@ DESCRIPTIONS = {
 }
 # Other ways to begin change the base weights too, unless PEFT has converted the adapter, and then it says True.
 HARMLESS_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Beginnings of the names of modules for images and sound, in the models that have such parts.
+TOWERS = tuple(
+    sorted({beginning for family in FAMILIES.values() if family.text_key is not None for beginning in family.skipped})
+)
 WAYS_OUT = {
     "modules_to_save": "an adapter changes products alone; merge these modules into the model by merge_and_unload",
     "target_parameters": "weights of experts have no slots; merge the adapter into the model by merge_and_unload",
@@ -69,7 +78,8 @@ def read_adapter(
             raise ValueError(f"{folder} has no {needed.name}; give the folder that PEFT's save_pretrained has written")
     try:
         scaling = read_scaling(read_json(settings))
-        pairs = _pairs(read_header(file))
+        stored, left_out = _of_text(read_header(file))
+        pairs = _pairs(stored)
         places = _places(checkpoint, config, pairs)
         prefix = checkpoint.family.prefix  # which an adapter of the backbone alone leaves out
         whole = {name: prefix + name if prefix + name in places else name for name in pairs}
@@ -81,6 +91,8 @@ def read_adapter(
         pairs = {whole[name]: pair for name, pair in pairs.items()}
         weights = _read_weights(checkpoint, config, places) if scaling.sets_lengths else {}
         tensors, digest = _place(pairs, places, scales, weights, config, max_rank=max_rank, dtype=np.dtype(dtype))
+        if left_out:
+            logger.warning("%s: leaves out what the adapter changes in %s, which no text passes", folder, left_out)
         # Another process that lacks a relative folder would take its name for an id of the Hub.
         is_folder = Path(path_or_id).expanduser().is_dir()
         return Adapter(tensors, digest, str(folder.absolute() if is_folder else path_or_id))
@@ -175,6 +187,19 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if matches(key)), default)
 
 
+def _of_text(stored: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], str]:
+    """Returns the tensors but for those of a model's parts for images and sound, and the names of these parts."""
+    places = {name: name.removeprefix(PREFIX) for name in stored}
+    text = {name: tensor for name, tensor in stored.items() if not places[name].startswith(TOWERS)}
+    parts = {places[name].removeprefix("model.").partition(".")[0] for name in stored if name not in text}
+    if parts and not text:
+        raise ValueError(
+            f"it changes {', '.join(sorted(parts))} alone, and of a model that reads images only the text model is"
+            " loaded; give an adapter that changes this"
+        )
+    return text, ", ".join(sorted(parts))
+
+
 def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
     """Returns the tensors of each module by its name in the model: A [r, in], B [out, r], and lengths [out] of DoRA."""
     pairs: dict[str, dict[str, StoredTensor]] = {}
@@ -213,8 +238,12 @@ class _Place:
 
 
 def _places(checkpoint: Checkpoint, config: ModelConfig, modules: Collection[str]) -> dict[str, list[_Place]]:
-    """Returns the places of each module that adapters may change, by its name in the spelling of these `modules`."""
-    plan = plan_assembly(config, checkpoint.family.weights_among([f"{module}.weight" for module in modules]))
+    """Returns the places of each module that adapters may change, by its name in the spelling of these `modules`.
+
+    The adapter may be of the whole model and the checkpoint of its text model, or the other way about.
+    """
+    family = replace(checkpoint.family, spellings=({}, *checkpoint.family.spellings, *SPELLINGS))
+    plan = plan_assembly(config, family.weights_among([f"{module}.weight" for module in modules]))
     places: dict[str, list[_Place]] = {}
     for index, assembly in enumerate(_assemblies(plan, config)):
         if assembly.is_packable and assembly.unfold is None and assembly.num_stacked == 1:

@@ -20,8 +20,9 @@ from jaxinfer.checkpoint.config_json.family import Family, WeightTable, embeddin
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
 from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cache_scales
+from jaxinfer.checkpoint.formats.elsewhere import READ, settings_beside, unread_format
 from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, settings_of_gguf
-from jaxinfer.checkpoint.huggingface import DOWNLOADED, read_headers, read_json, resolve_checkpoint
+from jaxinfer.checkpoint.huggingface import DOWNLOADED, gguf_files, read_headers, read_json, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
 from jaxinfer.checkpoint.stored import Stored, StoredQuantized
 from jaxinfer.config import require_quantization
@@ -37,14 +38,23 @@ from jaxinfer.validation import MAX_INT, is_int
 logger = logging.getLogger(__name__)
 
 UNEMBEDDING = "lm_head.weight"  # the name, or its end
+CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
 ROWS_COMPARED_AT_ONCE = 4096
 
 
 def open_checkpoint(path_or_id: str | Path | Checkpoint, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
-    """Returns the checkpoint at the place that `resolve_checkpoint` finds, or the given one; opens no file yet."""
-    return path_or_id if isinstance(path_or_id, Checkpoint) else Checkpoint(resolve_checkpoint(path_or_id, patterns))
+    """Returns the checkpoint at the place that `resolve_checkpoint` finds, or the given one; opens no file yet.
+
+    Of a folder with one GGUF file and no config.json it is that file.
+    """
+    if isinstance(path_or_id, Checkpoint):
+        return path_or_id
+    place = resolve_checkpoint(path_or_id, patterns)
+    if place.is_dir() and not (place / CONFIG_FILE).is_file() and len(files := gguf_files(place)) == 1:
+        place = files[0]
+    return Checkpoint(place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +78,7 @@ class Checkpoint:
 
     @property
     def config_file(self) -> Path:
-        return self.path if is_gguf(self.path) else self.path / "config.json"
+        return self.path if is_gguf(self.path) else self.path / CONFIG_FILE
 
     @property
     def family(self) -> Family:
@@ -98,8 +108,9 @@ class Checkpoint:
 
     @cached_property
     def headers(self) -> dict[str, StoredTensor]:
-        """Every tensor of the files of a folder, by its name there."""
-        return read_headers(self.path)
+        """Every tensor of a folder, by its name there. What an index leaves out belongs to it if the model lacks it."""
+        named, others = read_headers(self.path)
+        return named | (self._lacking(named, others) if others else {})
 
     @property
     def stored(self) -> dict[str, Stored]:
@@ -164,7 +175,8 @@ class Checkpoint:
             names = [name for name in own if name.endswith(UNEMBEDDING)] or plan.embedding.names
             plan = replace(plan, embedding=replace(plan.embedding, names=tuple(names[:1])))
         needs_unembedding = config.has_logits and not config.has_tied_embeddings
-        refuse_misfits(self.path, plan, own, needs_unembedding=needs_unembedding)
+        way_out = None if self.gguf is not None else unread_format(self.path, self.settings)
+        refuse_misfits(self.path, plan, own, needs_unembedding=needs_unembedding, way_out=way_out)
         return plan, stored
 
     def load(
@@ -313,6 +325,21 @@ class Checkpoint:
             files = {self.config_file, *(tensor.path for tensor in self.headers.values()), *self._present(others)}
         return sorted((file.name, file.stat().st_size) for file in files)
 
+    def _lacking(
+        self, named: Mapping[str, StoredTensor], others: Mapping[str, StoredTensor]
+    ) -> dict[str, StoredTensor]:
+        """Returns those of the other tensors that the model needs beside the named ones, as parts of packed weights."""
+        weights, prefix = self.family.weights_among(named), self.family.prefix
+        expected = _expected_shapes(plan_assembly(self.family.config_from_hf(self.settings), weights))
+        present = {module for name in named for module in (_module(name), prefix + _module(name))}
+        modules = {_module(name) for name in expected} - present
+
+        def is_lacking(name: str) -> bool:
+            is_other_kind = name in expected and not name.endswith(".weight")  # such as a bias
+            return is_other_kind or _module(name) in modules
+
+        return {name: tensor for name, tensor in others.items() if is_lacking(name) or is_lacking(prefix + name)}
+
     def _present(self, names: Iterable[str]) -> list[Path]:
         return [self.path / name for name in names if (self.path / name).is_file()]
 
@@ -322,9 +349,18 @@ class Checkpoint:
             if self.gguf is not None:
                 return config_of(self.gguf), settings_of_gguf(self.gguf)
             hf = read_json(self.config_file)
-            return without_settings(hf), settings_of(hf)
+            return without_settings(hf), settings_of(hf) or self._settings_beside()
         except ValueError as error:
             raise _from_file(self.config_file, error) from None
+
+    def _settings_beside(self) -> Mapping[str, Any] | None:
+        if not any((self.path / name).is_file() for name in READ):
+            return None
+        try:
+            stored, _ = read_headers(self.path)
+        except ValueError:  # none are there, or `plan` says what is wrong with them
+            return None
+        return settings_beside(self.path, stored)
 
     def _grouped_config(self, layer_cuts: Collection[int] = ()) -> ModelConfig:
         config = self.config
@@ -354,6 +390,10 @@ class Checkpoint:
         # Embedding models may state the architecture of the language model that they come from.
         is_backbone_alone = (embedding is None and unprefixed is not None) or (self.path / SENTENCE_MODULES).is_file()
         return replace(config, has_logits=bool(unembeddings) or not is_backbone_alone)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _from_file(file: Path, error: ValueError) -> ValueError:
@@ -439,7 +479,14 @@ def _expected_shapes(plan: Any) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def refuse_misfits(path: Path, plan: Any, stored: Mapping[str, Stored], *, needs_unembedding: bool = True) -> None:
+def refuse_misfits(
+    path: Path,
+    plan: Any,
+    stored: Mapping[str, Stored],
+    *,
+    needs_unembedding: bool = True,
+    way_out: str | None = None,
+) -> None:
     """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
 
     A model that needs no unembedding may have one: one equal to the embedding, or that of a backbone.
@@ -457,11 +504,12 @@ def refuse_misfits(path: Path, plan: Any, stored: Mapping[str, Stored], *, needs
         elif isinstance(tensor, StoredTensor) and tensor.dtype not in DTYPES:
             problems.append(f"unsupported dtype: {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
     if problems:
-        raise ValueError(
-            f"{len(problems)} tensors in {path} do not fit its config.json; use the config.json and the"
-            " safetensors of one and the same checkpoint, or correct the table of a family that you are adding:\n  "
-            + "\n  ".join(problems)
+        way_out = way_out or (
+            "use the config.json and the safetensors of one and the same checkpoint, or correct the table of a family"
+            " that you are adding"
         )
+        listed = "\n  ".join(problems)
+        raise ValueError(f"{len(problems)} tensors in {path} do not fit its config.json; {way_out}:\n  {listed}")
 
 
 def _is_zero_bias(name: str, stored: Mapping[str, Stored]) -> bool:

@@ -16,6 +16,9 @@ INDEX_FILE = "model.safetensors.index.json"
 # Subfolders and Mistral's consolidated files hold the same weights once more, in other formats.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 NOT_DOWNLOADED = ["[!a]*/*", "a[!d]*/*", "consolidated*"]  # all subfolders but additional_chat_templates
+ADAPTER_FILE = "adapter_config.json"
+MISTRAL_FILES = ("params.json", "consolidated.safetensors")
+MAX_LISTED = 5  # files in a message
 MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' have some megabytes
 
 
@@ -60,9 +63,33 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     return Path(snapshot)
 
 
+def gguf_files(folder: Path) -> list[Path]:
+    """Returns the models in GGUF that a folder has, without the parts for images that lie beside some."""
+    return sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
+
+
+def _way_out(folder: Path) -> str:
+    """Returns how to load a model of a folder that is no checkpoint in the layout of Hugging Face, by its files."""
+    if (folder / ADAPTER_FILE).is_file():
+        base = read_json(folder / ADAPTER_FILE).get("base_model_name_or_path")
+        return (
+            f"it is an adapter: give its model as the model ({ADAPTER_FILE} says {shown(base)}), and this folder to"
+            " LLM.load_adapter or --adapter"
+        )
+    if files := gguf_files(folder):
+        return f"give one of its files: {', '.join(file.name for file in files[:MAX_LISTED])}"
+    if mistral := [name for name in MISTRAL_FILES if (folder / name).is_file()]:
+        return (
+            f"it has {' and '.join(mistral)} in Mistral's own layout, which is not read; give a folder with config.json"
+            f" and {SINGLE_FILE}, as most of these models have too, or convert it by convert_mistral_weights_to_hf.py"
+            " of transformers"
+        )
+    return "give the directory of a complete Hugging Face checkpoint, or a GGUF file"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ValueError(f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint")
+        raise ValueError(f"{file.parent} has no {file.name}; {_way_out(file.parent)}")
     if file.stat().st_size > MAX_JSON_BYTES:
         raise ValueError(f"{file} has more than {MAX_JSON_BYTES:,} bytes; give the checkpoint's own")
     try:
@@ -74,10 +101,10 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_headers(path: Path) -> dict[str, StoredTensor]:
-    """Returns every tensor of the checkpoint's file or files by name."""
+def read_headers(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Returns the tensors of the checkpoint's file or files by name, and those that its index leaves out."""
     if (path / SINGLE_FILE).is_file():
-        return read_header(path / SINGLE_FILE)
+        return read_header(path / SINGLE_FILE), {}
     if not (path / INDEX_FILE).is_file():
         others = sorted(file.name for file in path.glob("*.bin"))
         if others:
@@ -88,7 +115,11 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
                 f' beside it: python -c "from transformers import AutoModelForCausalLM; {convert};'
                 f' m.save_pretrained({str(path)!r})"'
             )
-        raise ValueError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; use a checkpoint in safetensors")
+        named = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))[:MAX_LISTED])
+        way_out = (
+            f"if {named} has its weights, rename it to {SINGLE_FILE}" if named else "use a checkpoint in safetensors"
+        )
+        raise ValueError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; {way_out}")
     weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path / INDEX_FILE} has no weight_map of file names but {weight_map!r}; download it again")
@@ -104,4 +135,6 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     headers = {shard: read_header(path / shard) for shard in shards}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
     # A tensor that two files hold is taken from the one that the index names.
-    return found | {name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]}
+    found |= {name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]}
+    others = {name: tensor for name, tensor in found.items() if name not in weight_map}
+    return {name: tensor for name, tensor in found.items() if name in weight_map}, others

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -58,6 +59,7 @@ CALIBRATED = ".calibrated"  # the folder of rounded layers in an unfinished copy
 Rounded = tuple[np.ndarray, np.ndarray]
 COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "tokenizer*")
 FLOAT8_MAX = 448.0
+EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a weight
 TYPE_NAMES = {dtype: name for name, dtype in (DTYPES | INTEGERS | FLOAT8).items()}
 
 
@@ -314,7 +316,11 @@ def _groups(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
         size = inputs if scheme.group_size is None else math.gcd(inputs, scheme.group_size)
         if _place(tensor) in places and name.endswith(".weight") and size >= MIN_GROUP:
             groups[name] = size
-    return groups
+    if scheme.group_size is None:
+        return groups
+    # Programs that stack the experts of a layer read one size for all of them.
+    of_experts = [name for name in groups if EXPERT.search(name)]
+    return groups | dict.fromkeys(of_experts, math.gcd(*(groups[name] for name in of_experts)))
 
 
 def _place(tensor: Any) -> tuple[Path, int]:
@@ -414,9 +420,12 @@ def _words(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _settings(groups: Mapping[str, int], ignored: Iterable[str], scheme: Scheme) -> dict[str, Any]:
-    """Returns the quantization_config: one group, or by the names of modules if they differ in the size of groups."""
+    """Returns the quantization_config: one group, or by the names of modules if they differ in the size of groups.
+
+    transformers gives all experts the scheme of the first group that has names, so theirs comes first.
+    """
     by_size: dict[int, list[str]] = {}
-    for name, size in groups.items():
+    for name, size in sorted(groups.items(), key=lambda pair: not EXPERT.search(pair[0])):
         by_size.setdefault(size if scheme.group_size else 0, []).append(name.removesuffix(".weight"))
 
     def group(size: int, modules: list[str]) -> dict[str, Any]:

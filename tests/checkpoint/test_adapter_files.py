@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,85 @@ def test_names_may_lack_the_prefix_of_the_backbone(checkpoint, tmp_path):
     ours, theirs = (jax.tree.leaves(read(folder, checkpoint).tensors) for folder in (own, whole))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+WITH_IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "qwen3_5_text": "qwen3_5"}
+# What stands for "model." in the names of a text model that lies in a model with images.
+NAMES = ["language_model.model.", "model.language_model.", "language_model."]
+
+
+@pytest.fixture(scope="module", params=WITH_IMAGES)
+def pair(request, tmp_path_factory):
+    """A text model, the same inside a checkpoint with images, and an adapter of the text model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    text = save_random_checkpoint(folder / "text", request.param)
+    whole = Path(shutil.copytree(text, folder / "whole"))
+    settings = json.loads((text / "config.json").read_text())
+    kind = WITH_IMAGES[request.param]
+    name = NAMES[1] if kind == "qwen3_5" else NAMES[0]
+    tensors = load_file(whole / "model.safetensors")
+    save_file({key.replace("model.", name, 1): w for key, w in tensors.items()}, whole / "model.safetensors")
+    (whole / "config.json").write_text(json.dumps({"model_type": kind, "text_config": settings}))
+    modules = [name for name in linear_modules(text) if name.endswith(("k_proj", "o_proj", "out_proj", "down_proj"))]
+    return text, whole, save_adapter(folder / "adapter", text, modules=modules)
+
+
+def leaves(adapter: Path, checkpoint: Path) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(read(adapter, checkpoint).tensors)]
+
+
+def renamed(adapter: Path, folder: Path, name: str, more: dict[str, np.ndarray] | None = None) -> Path:
+    """Copies an adapter whose modules have another beginning than "model.", and adds tensors."""
+    shutil.copytree(adapter, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    own = {key.replace("base_model.model.model.", f"base_model.model.{name}"): w for key, w in tensors.items()}
+    save_file(own | (more or {}), folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.", *NAMES, ""])
+def test_an_adapter_of_a_text_model_is_one_of_the_whole_model_and_the_other_way_about(pair, tmp_path, name):
+    text, whole, adapter = pair
+    expected, named = leaves(adapter, text), renamed(adapter, tmp_path / "named", name)
+
+    for checkpoint in (text, whole):
+        for ours, theirs in zip(leaves(named, checkpoint), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("part", "shapes"),
+    [
+        ("model.vision_tower.encoder.layers.0.self_attn.q_proj", ((4, 8), (8, 4))),
+        ("model.visual.patch_embed.proj", ((4, 3, 2, 2), (8, 4, 1, 1))),
+        ("multi_modal_projector.linear_1", ((4, 8), (8, 4))),
+        ("model.audio_tower.layers.0.proj", ((4, 8), (8, 4))),
+    ],
+)
+def test_the_part_of_an_adapter_for_images_is_left_out_with_a_warning(pair, tmp_path, caplog, part, shapes):
+    text, whole, adapter = pair
+    tower = {
+        f"base_model.model.{part}.lora_{half}.weight": np.ones(shape, np.float32)
+        for half, shape in zip("AB", shapes, strict=True)
+    }
+    named = renamed(adapter, tmp_path / "named", NAMES[1], tower)
+    expected = leaves(adapter, text)
+
+    for checkpoint in (text, whole):
+        for ours, theirs in zip(leaves(named, checkpoint), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+    word = part.removeprefix("model.").partition(".")[0]
+    assert [f"in {word}, which no text passes" in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_an_adapter_of_the_part_for_images_alone_is_refused(checkpoint, tmp_path):
+    folder = save_adapter(tmp_path, checkpoint, rank=4)
+    name = "base_model.model.model.visual.blocks.0.attn.qkv.lora_{}.weight"
+    save_file({name.format(half): np.ones((4, 4), np.float32) for half in "AB"}, folder / "adapter_model.safetensors")
+
+    with pytest.raises(ValueError, match=f"^{re.escape(str(folder))}: it changes visual alone"):
+        read(folder, checkpoint)
 
 
 def test_a_digest_is_of_the_contents(checkpoint, adapter, tmp_path):

@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from jaxinfer import load_checkpoint
 from jaxinfer.checkpoint import read_config
 from jaxinfer.model.params import fit_params
+from tests.checkpoint.packing import WRITERS, settings_of
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
 from tests.replay import LENGTHS, SHAPE, SPLITS, replay
@@ -104,6 +105,60 @@ def test_a_scale_may_have_any_type_of_floats_and_no_axis(plain, tmp_path, shape,
     for layer, scales in zip(params.layers, SCALES, strict=True):
         read = [np.asarray(scale).tolist() for scale in (layer.mixer.k_scale, layer.mixer.v_scale)]
         assert read == [[[float(torch.tensor(scale, dtype=dtype))]] for scale in scales]
+
+
+FORMER = {
+    "of products": {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"},
+    "in products": {"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"},
+    "of both": {"k_scale": "kv_scale"},
+}
+
+
+def renamed(path: Path, names: dict[str, str]) -> Path:
+    def change(tensors: Tensors) -> Tensors:
+        found = {name: w for name, w in tensors.items() if not name.endswith(("k_scale", "v_scale"))}
+        for name in tensors.keys() - found.keys():
+            module, _, own = name.rpartition(".")
+            found |= {f"{module}.{names[own]}": tensors[name]} if own in names else {}
+        return found
+
+    return rewrite(path, change)
+
+
+@pytest.mark.parametrize("names", FORMER.values(), ids=FORMER)
+def test_scales_under_older_names_are_the_same(scaled, names):
+    params, _ = load_checkpoint(renamed(scaled, names))
+
+    for layer, (k, v) in zip(params.layers, SCALES, strict=True):
+        scales = [np.asarray(scale).item() for scale in (layer.mixer.k_scale, layer.mixer.v_scale)]
+        np.testing.assert_allclose(scales, [k, v if "v_scale" in names else k], rtol=1e-6)
+
+
+@pytest.mark.parametrize("names", FORMER.values(), ids=FORMER)
+def test_the_static_scheme_of_autofp8_has_scales_of_keys_and_values(plain, tmp_path, names):
+    packed = WRITERS["fp8"](plain, tmp_path / "both", block=None).path
+    settings = settings_of(packed) | {"kv_cache_scheme": "static"}
+    path = edit_json(renamed(with_scales(packed), names), quantization_config=settings)
+
+    params, _ = load_checkpoint(path)
+
+    assert [np.asarray(layer.mixer.k_scale).item() for layer in params.layers] == pytest.approx([k for k, _ in SCALES])
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", {"num_bits": 4}, ["static"]], ids=str)
+def test_another_scheme_of_fp8_is_refused_by_name(plain, tmp_path, scheme):
+    path = WRITERS["fp8"](plain, tmp_path / "both", block=None, kv_cache_scheme=scheme).path
+
+    with pytest.raises(ValueError, match="kv_cache_scheme=.*a static scale per tensor of FP8 is read"):
+        load_checkpoint(path)
+
+
+def test_a_scale_under_two_names_is_refused(scaled):
+    name = "model.layers.0.self_attn.kv_scale"
+    rewrite(scaled, lambda tensors: tensors | {name: torch.ones(1)})
+
+    with pytest.raises(ValueError, match=f"k_scale is there twice, once as {name}"):
+        load_checkpoint(scaled)
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,24 @@ import sys
 from pathlib import Path
 
 import huggingface_hub
+import jax
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from jaxinfer.checkpoint import (
     Checkpoint,
     abstract_checkpoint,
     load_checkpoint,
+    load_params,
     open_checkpoint,
     read_config,
     resolve_checkpoint,
 )
+from jaxinfer.checkpoint.huggingface import read_headers
 from jaxinfer.checkpoint.safetensors_file import read_header
+from tests.checkpoint.renamed import rewrite
 from tests.oracles import save_random_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +40,108 @@ def write(path, **files) -> None:
 def test_existing_directory_is_its_own_checkpoint(tmp_path):
     assert resolve_checkpoint(tmp_path) == tmp_path
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "way_out"),
+    [
+        (
+            {"adapter_config": {"base_model_name_or_path": "a/b"}},
+            "it is an adapter: .* says 'a/b'.*load_adapter or --ad",
+        ),
+        ({"adapter_config": {}}, "it is an adapter: .* says None"),
+        ({"adapter_config": {"base_model_name_or_path": [3]}}, "it is an adapter"),
+        ({"params": {"dim": 8}}, "it has params.json in Mistral's own layout"),
+        ({"params": {}, "consolidated": "", "tekken": {}}, "it has params.json and consolidated.safetensors in"),
+        ({"one.gguf": "", "two.gguf": ""}, "give one of its files: one.gguf, two.gguf"),
+        ({}, "give the directory of a complete Hugging Face checkpoint, or a GGUF file"),
+    ],
+    ids=str,
+)
+def test_a_folder_without_config_names_the_files_that_are_there_and_the_way_out(tmp_path, files, way_out):
+    write(tmp_path, **{name: content for name, content in files.items() if "gguf" not in name and content != ""})
+    for name, content in files.items():
+        if content == "":
+            (tmp_path / (name if "gguf" in name else f"{name}.safetensors")).touch()
+
+    with pytest.raises(ValueError, match=f"has no config.json; {way_out}"):
+        open_checkpoint(tmp_path).config  # noqa: B018
+
+
+@pytest.mark.parametrize("others", [(), ("mmproj-F16.gguf",), ("README.md", "params.json")], ids=str)
+def test_a_folder_with_one_gguf_and_no_config_is_that_file(tmp_path, others):
+    for name in ("model-Q8_0.gguf", *others):
+        (tmp_path / name).touch()
+
+    assert open_checkpoint(tmp_path).path == tmp_path / "model-Q8_0.gguf"
+
+
+def test_a_checkpoint_beside_a_gguf_stays_the_checkpoint(tmp_path):
+    write(tmp_path, config={})
+    (tmp_path / "model.gguf").touch()
+
+    assert open_checkpoint(tmp_path).path == tmp_path
+
+
+def test_weights_of_one_file_with_another_name_are_named(tmp_path):
+    (tmp_path / "gptq_model-4bit-128g.safetensors").touch()
+
+    with pytest.raises(ValueError, match="if gptq_model-4bit-128g.safetensors has its weights, rename it to model.saf"):
+        read_headers(tmp_path)
+
+
+LEFT_OVER = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def without(path, names, more=()):
+    """Leaves tensors out of the index, after further ones were added to a file."""
+    file = sorted(path.glob("*.safetensors"))[0]
+    tensors = load_file(file) | {name: torch.zeros(8, 64) for name in more}
+    save_file(tensors, file)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in names}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return rewrite(save_random_checkpoint(tmp_path / "model", "llama"), lambda tensors: tensors, num_files=2)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[LEFT_OVER], [LEFT_OVER, f"{LEFT_OVER}_scale_inv"], ["model.layers.9.mlp.up_proj.weight"], ["lm_head.qweight"]],
+)
+def test_a_tensor_that_the_index_leaves_out_is_none_of_the_model(sharded, more):
+    config = read_config(sharded)
+    expected = load_params(sharded, config, "float32")
+
+    without(sharded, [], more)
+
+    assert Checkpoint(sharded).config == config
+    found = Checkpoint(sharded).load_params(config, "float32")
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_that_the_model_lacks_is_read_though_the_index_leaves_it_out(sharded, name):
+    config = read_config(sharded)
+    expected = load_params(sharded, config, "float32")
+
+    without(sharded, [name])
+
+    found = Checkpoint(sharded).load_params(config, "float32")
+    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(expected)))
+
+
+def test_the_unembedding_of_another_model_does_not_untie_one(tmp_path):
+    tied = save_random_checkpoint(tmp_path / "model", "llama", tie_word_embeddings=True)
+    path = rewrite(tied, lambda tensors: tensors, num_files=2)
+
+    without(path, [], ["lm_head.weight"])
+
+    assert read_config(path).has_tied_embeddings
 
 
 def test_a_configuration_has_an_end(tmp_path):

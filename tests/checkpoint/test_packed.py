@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -433,6 +434,56 @@ def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
         tensor = stored[name]
         assert isinstance(tensor, StoredQuantized)
         np.testing.assert_array_equal(tensor.floats(), weight)
+
+
+@pytest.mark.parametrize(
+    ("writer", "file", "settings"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+        (
+            "gptq",
+            "quantize_config.json",
+            {"bits": 4, "group_size": 32, "damp_percent": 0.1, "model_file_base_name": "m"},
+        ),
+        ("awq", "quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    ],
+    ids=str,
+)
+def test_settings_of_early_files_stand_beside_config_json(sources, tmp_path, writer, file, settings):
+    packed = WRITERS[writer](sources["llama"], tmp_path / "both")
+    edit_json(packed.path, quantization_config=...)
+    (packed.path / file).write_text(json.dumps(settings))
+
+    _, stored = Checkpoint(packed.path).plan(read_config(packed.path))
+
+    for name, weight in packed.weights.items():
+        tensor = stored[name]
+        assert isinstance(tensor, StoredQuantized)
+        np.testing.assert_array_equal(tensor.floats(), weight)
+
+
+def test_such_a_file_beside_weights_in_floating_point_says_nothing(sources, tmp_path):
+    path = Path(shutil.copytree(sources["llama"], tmp_path / "copy"))
+    (path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
+
+    assert Checkpoint(path).packing is None
+
+
+@pytest.mark.parametrize(
+    ("named", "settings"),
+    [
+        (r"MLX \(quantization in config.json\)", {"quantization": {"group_size": 64, "bits": 4}}),
+        (r"ModelOpt \(hf_quant_config.json\)", {}),
+    ],
+)
+def test_a_format_that_is_not_read_is_named_by_the_place_of_its_settings(sources, tmp_path, named, settings):
+    path = WRITERS["awq"](sources["llama"], tmp_path / "both").path
+    edit_json(path, quantization_config=..., **settings)
+    if not settings:
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+
+    with pytest.raises(ValueError, match=rf"do not fit its config.json; .* the format of {named}, which is not read"):
+        load_checkpoint(path)
 
 
 GENERIC, DOWN, NAME = "re:.*proj$", "re:.*down_proj$", "model.layers.0.mlp.down_proj"

@@ -78,6 +78,34 @@ def test_logits_are_those_of_transformers_for_the_same_files(copy):
         np.testing.assert_allclose(ours, reference_logits(model, sequence), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        # A dense layer before the experts, with groups of another size.
+        ("glm4_moe", {"intermediate_size": 192, "moe_intermediate_size": 128, "first_k_dense_replace": 1}),
+        ("deepseek_v2", {"intermediate_size": 192, "moe_intermediate_size": 128, "kv_lora_rank": 128}),
+        # Experts whose products have inputs of different sizes.
+        ("qwen3_moe", {"moe_intermediate_size": 64}),
+    ],
+)
+def test_transformers_reads_a_copy_whose_experts_differ_from_other_weights_in_their_groups(tmp_path, family, sizes):
+    source = save_random_checkpoint(tmp_path / "source", family, hidden_size=256, **sizes)
+    copy = write_quantized(source, tmp_path / "copy", "int4")
+    exact = floats(copy)
+    reference = rewrite(shutil.copytree(source, tmp_path / "reference"), lambda tensors: tensors)
+    rewrite(
+        reference, lambda t: {n: torch.tensor(np.array(exact[n], np.float32)).reshape(w.shape) for n, w in t.items()}
+    )
+    tokens = np.random.default_rng(0).integers(0, 90, 20)
+
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (copy, reference)
+    )
+
+    np.testing.assert_allclose(reference_logits(ours, tokens), reference_logits(theirs, tokens), rtol=0, atol=1e-4)
+
+
 def test_a_copy_has_the_files_and_the_index_of_its_source(source, copy):
     path, _ = copy
 

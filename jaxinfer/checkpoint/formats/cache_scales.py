@@ -20,6 +20,14 @@ from jaxinfer.model.mixers import Mixer, functions_of
 
 KEY = "kv_cache_scheme"
 ENDS = tuple(f".{name}" for name in CACHE_SCALES)
+STATIC = "static"  # AutoFP8's word for the only scheme that it has
+# Older ends of the names of scales, and what they mean: at first keys and values had one in common.
+FORMER_ENDS: Mapping[str, tuple[str, ...]] = {
+    ".kv_scale": ENDS,
+    **{
+        f".{letter}_proj.{end}": (f".{letter}_scale",) for letter in "kv" for end in ("output_scale", f"{letter}_scale")
+    },
+}
 # Of FP8 with a scale per tensor. The other words of a scheme say how the scales were found.
 HONOURED: Mapping[str, tuple[Any, ...]] = {
     "num_bits": (8,),
@@ -41,6 +49,8 @@ def has_cache_scales(settings: Mapping[str, Any] | None) -> bool:
     scheme = None if settings is None else settings.get(KEY)
     if settings is None or scheme in (None, {}):
         return False
+    if scheme == STATIC and settings.get("quant_method") == "fp8":
+        return True
     is_mapping = isinstance(scheme, Mapping)
     if not is_mapping or any(scheme.get(name) not in honoured for name, honoured in HONOURED.items()):
         way_out = "a static scale per tensor of FP8 is read; remove it, and use EngineConfig.cache_dtype"
@@ -66,6 +76,18 @@ def with_cache_scales(config: ModelConfig) -> ModelConfig:
         replace(group, layers=tuple(layer.map_mixers(change) for layer in group.layers)) for group in config.groups
     )
     return replace(config, groups=groups)
+
+
+def with_present_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the stored tensors, scales of keys and values under their present names; ValueError for two of one."""
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        former = next((end for end in FORMER_ENDS if name.endswith(end)), None)
+        names = [name] if former is None else [name.removesuffix(former) + end for end in FORMER_ENDS[former]]
+        if twice := [own for own in names if own in renamed or (own in stored and own != name)]:
+            raise ValueError(f"{twice[0]} is there twice, once as {name}; use files of one and the same checkpoint")
+        renamed |= dict.fromkeys(names, tensor)
+    return renamed
 
 
 def stored_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredScale]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, stored_scales
+from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, stored_scales, with_present_names
 from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
 from jaxinfer.checkpoint.formats.parts import OTHER, SCALE_TYPES, Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
@@ -78,6 +78,7 @@ def compressed_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str
         if settings.get(key) not in (None, {}) and not (key == "sparsity_config" and is_empty):
             raise settings_error(METHOD, key, settings[key], OTHER)
     schemes = {} if is_dense else _schemes(settings)
+    stored = with_present_names(stored) if has_scales else stored
     scales = stored_scales(stored) if has_scales else {}
     others, modules = packed_modules(stored, "weight_scale", PARTS)
     return {**others, **scales, **{f"{parts.module}.weight": _weight(parts, schemes) for parts in modules}}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, stored_scales, with_present_names
 from jaxinfer.checkpoint.formats.parts import SCALE_TYPES, Parts, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error
@@ -33,12 +34,15 @@ def fp8_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
         raise settings_error("FP8", "fmt", settings["fmt"], "use a checkpoint in e4m3")
     if settings.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
         raise settings_error("FP8", "activation_scheme", settings["activation_scheme"], "it is dynamic or static")
-    for key in ("kv_cache_scheme", "kv_cache_quant_method"):
-        if settings.get(key) not in (None, {}):
-            raise settings_error("FP8", key, settings[key], "use a checkpoint without it")
+    if settings.get("kv_cache_quant_method") not in (None, {}):
+        name = "kv_cache_quant_method"
+        raise settings_error("FP8", name, settings[name], "use a checkpoint without it")
     block = require_block(settings.get("weight_block_size"))
     tensors: dict[str, Stored] = {}
     others = dict(stored)
+    if has_cache_scales(settings):
+        others = with_present_names(stored)
+        tensors |= stored_scales(others)
     for scale, names in PARTS.items():
         others, modules = packed_modules(others, scale, names)
         tensors |= {f"{parts.module}.weight": float8_weight(parts, scale, block=block) for parts in modules}
