@@ -301,7 +301,7 @@ class AsyncLLM:
                 reader.require_loop()
 
         def submit(engine: Engine) -> None:
-            engine.require_room(sum(len(samples.requests) for samples in groups))
+            engine.require_room(groups)
             for samples in groups:
                 samples.while_held_back = reader.require_loop
                 engine.submit(samples, send_whole if are_whole else reader.send)

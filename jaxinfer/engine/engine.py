@@ -261,7 +261,7 @@ class Engine:
         Raises QueueFullError if too many requests would wait, ValueError if they were queued before or are another
         engine's.
         """
-        self.require_room(len(samples.requests))
+        self.require_room([samples])
         if samples.ids is not self._ids:
             raise ValueError(
                 f"request {samples.request_id} was admitted by another engine; admit its prompt with this one"
@@ -280,10 +280,11 @@ class Engine:
             self._scheduler.add(request)
         return samples.request_id
 
-    def require_room(self, num_samples: int) -> None:
-        """Raises QueueFullError if too many requests would wait with `num_samples` more."""
+    def require_room(self, groups: Sequence[SampleGroup]) -> None:
+        """Raises QueueFullError if too many requests would wait with these, which are of one tenant."""
         self.check()
-        self._scheduler.check_room(num_samples)
+        if requests := [request for samples in groups for request in samples.requests]:
+            self._scheduler.check_room(requests)
 
     def advance(self) -> Advance | None:
         """Computes a step and gives its deltas to their sinks; None if there is nothing to compute.
@@ -340,7 +341,7 @@ class Engine:
 
     def fork(self, request_id: int, sink: Sink, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
-        self.require_room(1)
+        self.check()
         branch = self._branches.fork(request_id, next(self._ids), seed)
         return self.submit(self._group(self._admission, [branch]), sink)
 
@@ -360,7 +361,9 @@ class Engine:
 
     def restore(self, path: Path, sink: Sink) -> int:
         """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
-        self.require_room(1)
+        self.check()
+        if (request := self._scheduler.find(request_id)) is not None:
+            self._scheduler.check_room([request])
         self._require_one_process("restore")
         request = self._branches.restore(path, next(self._ids))
         return self.submit(self._group(self._admission, [request]), sink)

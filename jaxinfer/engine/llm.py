@@ -533,7 +533,7 @@ class LLM:
         self._engine.check()
         with deferred_interrupts() as take_effect, self._guard:
             engine = self._engine
-            engine.require_room(sum(len(samples.requests) for samples in groups))
+            engine.require_room(groups)
             try:
                 for samples in groups:
                     engine.submit(samples, deltas.append)

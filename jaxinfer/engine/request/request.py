@@ -87,7 +87,7 @@ BAD_LOGITS_ERROR = "the logits"
 
 
 class QueueFullError(RuntimeError):
-    """More requests would wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
+    """More requests would wait than `EngineConfig.max_waiting` allows its tenant. Nothing was queued; try later."""
 
 
 @dataclass(slots=True)
