@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -193,12 +194,12 @@ def test_beside_who_decodes_a_prompt_takes_no_more_than_the_mixed_tokens():
 IDS = itertools.count(100)
 
 
-def fill(engine: Engine, count: int, **terms: str) -> None:
+def fill(engine: Engine, count: int, **terms: Any) -> None:
     for request_id in itertools.islice(IDS, count):
         engine.add(request_id, **terms)
 
 
-def num_taken(engine: Engine, **terms: str) -> int:
+def num_taken(engine: Engine, **terms: Any) -> int:
     """Adds requests until one is refused, and returns the number of those that were not."""
     for count in range(100):
         try:
