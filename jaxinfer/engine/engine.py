@@ -184,6 +184,11 @@ class Engine:
     ) -> list[SampleGroup]:
         """Admits prompts with the parameters of each; ValueError names the number of the prompt that is refused."""
         groups: list[SampleGroup] = []
+    def must_compile(self, sampling_params: SamplingParams) -> bool:
+        """True if `admit` compiles a structure for these parameters, or waits for another thread that compiles it."""
+        self.check()
+        return self._admission.grammars.must_compile(sampling_params)
+
         for i, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
             try:
                 groups.append(self.admit(prompt, sampling, **options))

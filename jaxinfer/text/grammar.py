@@ -232,6 +232,12 @@ class GrammarCompiler:
 
         assert self._tokenizer is not None
         with self._tokens_lock:
+    def must_compile(self, sampling: SamplingParams) -> bool:
+        """True if `compile` takes the time of a structure: it is not compiled yet."""
+        with self._known_lock:
+            known = [future for key, future in self._known.items() if key[:2] == sampling.structure]
+        return sampling.structure is not None and not any(future.done() for future in known)
+
             if self._llg_tokenizer is None:
                 eos = self._eos_token_ids or None
                 tokenizer = self._tokenizer.to_json(self._vocab_size)
