@@ -509,6 +509,8 @@ class LLM:
         """Computes a step and calls `on_step`; then raises a drafter's exception."""
         self._guard.run_deferred()
         advance = engine.advance()
+        if not engine.has_steps:
+            engine.wait_for_check()
         if advance is not None and self._on_step is not None:
             self._on_step(advance.step, advance.seconds)
         if (error := engine.take_error()) is not None:
