@@ -120,7 +120,8 @@ class EngineConfig:
     * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
       bursts, and aborts and deadlines act between dispatches. None takes 1 on CPU; elsewhere it takes up to 8, which
       run in 5 ms. More than 1 excludes speculation.
-    * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
+    * `max_waiting`: waiting requests beyond the running ones. None sets no limit. If others fill the queue, a tenant
+      with fewer than its fair share may still queue; at most twice as many wait then.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
     * `parallelism`: the devices that compute the model, as a `Parallelism`: of this process, or all devices of all

@@ -343,7 +343,10 @@ class _SteppedEngine:
 
     def outputs(self) -> Iterator[Delta]:
         with self._llm.engine() as engine:
-            if engine.advance() is None and not self._deltas:
+            is_idle = engine.advance() is None
+            if is_idle:
+                engine.wait_for_check()
+            if is_idle and not self._deltas:
                 raise RuntimeError("the engine is idle but has not finished the requests of the job")
             error = engine.take_error()
         while self._deltas:

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
@@ -19,6 +18,7 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.engine.execution.warm_up import Ready
+from jaxinfer.engine.fair_threads import FairThreads
 from jaxinfer.engine.frontend.admission import (
     ONE_TOKEN,
     Conversation,
@@ -32,16 +32,17 @@ from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Rendering, render
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import MAX_INT, as_bool, require, require_int, require_name
 
 T = TypeVar("T")
-# Threads that check, render and tokenize prompts and compile grammars. Tokenizers release the interpreter's lock.
-ADMISSION_THREADS = 4
-MAX_ADMITTING = 1_024  # calls that wait for these threads
+# Threads that check, render and tokenize prompts, and others that compile structures: no other prompt waits for these.
+# Of both, one tenant leaves some free for others.
+ADMISSION_THREADS, ADMISSIONS_OF_TENANT = 4, 3
+STRUCTURE_THREADS, STRUCTURES_OF_TENANT = 4, 2
+MAX_ADMITTING = 1_024  # calls of one tenant that wait for either
 
 
 class SlowReaderError(RuntimeError):
@@ -92,8 +93,12 @@ class AsyncLLM:
         self.tokenizer, self.max_model_len = self._engine.tokenizer, self._engine.max_model_len
         self.answers = self._engine.answers
         self.max_unread_tokens = max_unread_tokens
-        self._num_admitting = 0
-        self._admitting = ThreadPoolExecutor(ADMISSION_THREADS, thread_name_prefix="admission")
+        self._admitting = FairThreads(
+            ADMISSION_THREADS, "admission", max_at_once=ADMISSIONS_OF_TENANT, max_waiting=MAX_ADMITTING
+        )
+        self._compiling = FairThreads(
+            STRUCTURE_THREADS, "structures", max_at_once=STRUCTURES_OF_TENANT, max_waiting=MAX_ADMITTING
+        )
         self._thread = EngineThread(self._engine)
         # Of the loops that have a reader, which alone keeps the queue.
         self._queues: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _DeltaQueue]
@@ -117,7 +122,8 @@ class AsyncLLM:
         Requests that are unfinished then end with finish reason "abort". Later calls raise RuntimeError.
         """
         await asyncio.to_thread(self._thread.close, drain_seconds=drain_seconds)
-        self._admitting.shutdown(wait=False, cancel_futures=True)
+        self._admitting.close()
+        self._compiling.close()
         self._finalizer.detach()
 
     @property
@@ -201,7 +207,7 @@ class AsyncLLM:
 
         Raises ValueError if the engine cannot honour some prompt, and QueueFullError if too many requests wait.
         """
-        groups = await self._admit(partial(self._admitted, prompts, sampling_params, options))
+        groups = await self._admitted(prompts, sampling_params, options)
         return await self._open(groups, self._reader(self.max_unread_tokens * len(groups)))
 
     async def generate(
@@ -215,7 +221,7 @@ class AsyncLLM:
         Before computing anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if
         there are too many.
         """
-        return await self._complete(await self._admit(partial(self._admitted, prompts, sampling_params, options)))
+        return await self._complete(await self._admitted(prompts, sampling_params, options))
 
     async def chat(
         self,
@@ -230,7 +236,7 @@ class AsyncLLM:
         rendering: Any = {name: value for name, value in options.items() if name in Rendering.__annotations__}
         others: Any = {name: value for name, value in options.items() if name not in rendering}
         check_names(others)
-        chats = await self.render(messages, sampling_params, **rendering)
+        chats = await self.render(messages, sampling_params, tenant=others.get("tenant", ""), **rendering)
         completions = await self.generate(chats.prompts, chats.params, **others)
         return await asyncio.to_thread(chats.answered, completions)
 
@@ -238,15 +244,21 @@ class AsyncLLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tenant: str = "",
         **rendering: Unpack[Rendering],
     ) -> Chats:
-        """Returns conversations as prompts with the parameters and the form of their answers: see `LLM.chat`."""
-        defaults = self.default_sampling_params
-        return await self._admit(partial(render_chats, self.answers, defaults, messages, sampling_params, **rendering))
+        """Returns conversations as prompts with the parameters and the form of their answers: see `LLM.chat`.
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        `tenant`: the conversations of tenants are rendered in turns.
+        """
+        work = partial(render_chats, self.answers, self.default_sampling_params, messages, sampling_params, **rendering)
+        return await self._on_thread(self._compiling if rendering.get("tools") else self._admitting, tenant, work)
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Returns the token ids of a text, by default with those that the tokenizer adds to a prompt."""
-        return await self._admit(partial(self._engine.tokenize, text, add_special_tokens=add_special_tokens))
+        work = partial(self._engine.tokenize, text, add_special_tokens=add_special_tokens)
+        return await self._on_thread(self._admitting, tenant, work)
 
     async def embed(
         self,
@@ -259,28 +271,31 @@ class AsyncLLM:
         """Returns a vector for each prompt, f32[len(prompts), hidden_size]: see `LLM.embed`."""
         require_name("pooling", pooling, POOLINGS)
         normalize = as_bool("normalize", normalize)
-        groups = await self._admit(partial(self._admitted, prompts, ONE_TOKEN, options))
+        groups = await self._admitted(prompts, ONE_TOKEN, options)
         poolings = [begin_pooling(samples, pooling) for samples in groups]
         completions = await self._complete(groups)
         return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
 
-    def _admitted(
+    async def _admitted(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, options: RequestOptions
     ) -> list[SampleGroup]:
-        check_names(options)
-        prompts = as_prompts(prompts)
-        return self._engine.admit_all(prompts, as_params(params, len(prompts)), **options)
+        """Returns prompts as the engine takes them, checked on a thread of their own."""
 
-    async def _admit(self, work: Callable[[], T]) -> T:
-        """Returns the result of a function that checks prompts, on a thread of its own."""
+        def admit() -> list[SampleGroup]:
+            check_names(options)
+            several = as_prompts(prompts)
+            return self._engine.admit_all(several, as_params(params, len(several)), **options)
+
+        each = params if isinstance(params, list | tuple) else [params]
+        has_structure = any(isinstance(one, SamplingParams) and self._engine.must_compile(one) for one in each)
+        return await self._on_thread(
+            self._compiling if has_structure else self._admitting, options.get("tenant", ""), admit
+        )
+
+    async def _on_thread(self, threads: FairThreads, tenant: Any, work: Callable[[], T]) -> T:
+        """Returns the result of a function that checks prompts of a tenant."""
         self._engine.check()
-        if self._num_admitting >= MAX_ADMITTING:
-            raise QueueFullError(f"{self._num_admitting} calls wait to be admitted, the most there may be; try again")
-        self._num_admitting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._admitting, work)
-        finally:
-            self._num_admitting -= 1
+        return await asyncio.wrap_future(threads.submit(tenant if isinstance(tenant, str) else "", work))
 
     async def _complete(self, groups: Sequence[SampleGroup]) -> list[Completion]:
         """Submits all prompts or none, and returns their completions in the prompts' order."""
@@ -301,7 +316,7 @@ class AsyncLLM:
                 reader.require_loop()
 
         def submit(engine: Engine) -> None:
-            engine.require_room(sum(len(samples.requests) for samples in groups))
+            engine.require_room(groups)
             for samples in groups:
                 samples.while_held_back = reader.require_loop
                 engine.submit(samples, send_whole if are_whole else reader.send)

@@ -41,6 +41,7 @@ from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.engine.text_checks import TextChecks
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.adapted_params import Adapter
 from jaxinfer.model.params import Params, fit_params
@@ -109,7 +110,7 @@ class Engine:
             Pipeline(parts.scheduler, runner, replica=index, on_failure=self._health.fail)
             for index, runner in enumerate(parts.runners)
         ]
-        self._routes = OutputRoutes()
+        self._routes, self._checks = OutputRoutes(), TextChecks()
         self._compile_counter = CompileCounter()
         self._ids = itertools.count()
         self._branches = self._make_branches()
@@ -142,7 +143,22 @@ class Engine:
     def num_unfinished(self) -> int:
         """The number of unfinished requests, samples counted one by one."""
         self.check()
-        return self._scheduler.num_unfinished
+        return self._scheduler.num_unfinished + len(self._checks)
+
+    @property
+    def has_steps(self) -> bool:
+        """True if a step can be computed. The last texts of all unfinished requests may be under check instead."""
+        self.check()
+        return self._scheduler.num_unfinished > 0
+
+    def on_check(self, on_done: Callable[[], object]) -> None:
+        """Has a function called on another thread when a text has been checked, which `advance` then hands out."""
+        self._checks.on_done = on_done
+
+    def wait_for_check(self) -> None:
+        """Waits for a text that is checked, if there is one, and hands it out."""
+        self._checks.wait()
+        self._hand_out(self._checks.take())
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -167,6 +183,11 @@ class Engine:
         check_names(options)
         admission = self._admission
         return self._group(admission, admission.admit(self._ids, prompt, sampling_params, **options))
+
+    def must_compile(self, sampling_params: SamplingParams) -> bool:
+        """True if `admit` compiles a structure for these parameters, or waits for another thread that compiles it."""
+        self.check()
+        return self._admission.grammars.must_compile(sampling_params)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text; ValueError for one that no prompt may be as long as."""
@@ -255,6 +276,7 @@ class Engine:
         if self._health.is_closed:
             return
         self._health.close()
+        self._checks.close()
         for runner in self._runners:
             runner.close()  # a drafter may still refer to it
         del self._admission, self._scheduler, self._warm_ups, self._runners, self._speculation
@@ -266,7 +288,7 @@ class Engine:
         Raises QueueFullError if too many requests would wait, ValueError if they were queued before or are another
         engine's.
         """
-        self.require_room(len(samples.requests))
+        self.require_room([samples])
         if samples.ids is not self._ids:
             raise ValueError(
                 f"request {samples.request_id} was admitted by another engine; admit its prompt with this one"
@@ -285,10 +307,11 @@ class Engine:
             self._scheduler.add(request)
         return samples.request_id
 
-    def require_room(self, num_samples: int) -> None:
-        """Raises QueueFullError if too many requests would wait with `num_samples` more."""
+    def require_room(self, groups: Sequence[SampleGroup]) -> None:
+        """Raises QueueFullError if too many requests would wait with these, which are of one tenant."""
         self.check()
-        self._scheduler.check_room(num_samples)
+        if requests := [request for samples in groups for request in samples.requests]:
+            self._scheduler.check_room(requests)
 
     def advance(self) -> Advance | None:
         """Computes a step and gives its deltas to their sinks; None if there is nothing to compute.
@@ -300,6 +323,7 @@ class Engine:
         """
         self.check()
         with self._compile_counter:
+            self._hand_out(self._checks.take())
             self._deliver(self._scheduler.expire())
             result = advance(self._pipelines)
             if result is not None:
@@ -319,7 +343,9 @@ class Engine:
         Does nothing if the request has ended.
         """
         self.check()
-        for sample_id in self._routes.sample_ids(request_id):
+        sample_ids = self._routes.sample_ids(request_id)
+        self._hand_out(self._checks.abort(sample_ids))
+        for sample_id in sample_ids:
             delta = self._scheduler.abort(sample_id)
             self._deliver([] if delta is None else [delta])
 
@@ -340,12 +366,15 @@ class Engine:
             return
         sample_ids = self._routes.sample_ids(request_id)
         self._routes.close(request_id)
+        self._checks.abort(sample_ids)
         for sample_id in sample_ids:
             self._scheduler.abort(sample_id)
 
     def fork(self, request_id: int, sink: Sink, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
-        self.require_room(1)
+        self.check()
+        if (request := self._scheduler.find(request_id)) is not None:
+            self._scheduler.check_room([request])
         branch = self._branches.fork(request_id, next(self._ids), seed)
         return self.submit(self._group(self._admission, [branch]), sink)
 
@@ -365,7 +394,7 @@ class Engine:
 
     def restore(self, path: Path, sink: Sink) -> int:
         """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
-        self.require_room(1)
+        self.check()
         self._require_one_process("restore")
         request = self._branches.restore(path, next(self._ids))
         return self.submit(self._group(self._admission, [request]), sink)
@@ -438,6 +467,17 @@ class Engine:
         return recorded_timeline(self._scheduler, self._runners[0].buckets, max_steps)
 
     def _deliver(self, deltas: Iterable[Delta]) -> None:
+        """Hands out the deltas of requests, but those whose whole texts are to be checked before."""
+        whole = []
+        for delta in deltas:
+            request = None if delta.completion is None else self._routes.request(delta.request_id)
+            if request is None or request.check is None:
+                whole.append(delta)
+            else:
+                self._checks.begin(request, delta)
+        self._hand_out(whole)
+
+    def _hand_out(self, deltas: Iterable[Delta]) -> None:
         for request_id, error in self._routes.deliver(deltas).items():
             logger.info("the sink of request %d raised %r, so the request ends", request_id, error)
             self.drop(request_id)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
 from jaxinfer.engine.engine import Engine
@@ -23,6 +24,7 @@ T = TypeVar("T")
 # As `outputs.Sink`, but the last argument may be an exception: the request was refused, or the engine has failed.
 Sink = Callable[[Delta | Exception], object]
 MAX_ATTEMPTS = 3  # to compute a step that raises an exception, if the device has not failed
+LOOK_SECONDS = 0.1  # between two looks at the time of the end, while texts are checked and no step is computed
 
 
 class EngineThread:
@@ -50,10 +52,18 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()  # a command comes either before the end or after it
         self._end_reason: str | None = None  # why no more commands are taken
+        self._step_began: float | None = None  # on time.monotonic
         self._closing_time = math.inf  # on time.monotonic: unfinished requests are aborted then
+        engine.on_check(lambda: self._commands.put(_wake_up))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)  # Python must not end while a daemon thread is inside JAX
+
+    @property
+    def step_seconds(self) -> float:
+        """The seconds since the step under way began, 0 if none is. They grow while the device hangs."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, samples: SampleGroup, sink: Sink) -> None:
         """Queues samples that `Engine.admit` has returned. Never raises: the sink receives a refusal too.
@@ -150,12 +160,16 @@ class EngineThread:
         num_attempts = 0
         while True:
             is_closing = self._end_reason is not None  # then all commands have come
-            if self.engine.num_unfinished == 0 and not is_closing:
+            if not self.engine.has_steps and not is_closing:
                 self._commands.get()()
+            elif not self.engine.has_steps and self.engine.num_unfinished:  # the end of a check comes as a command
+                with contextlib.suppress(Empty):
+                    self._commands.get(timeout=LOOK_SECONDS)()
             self._obey()
             self.engine.check()  # a command may have met a failure of the device
             if is_closing and (self.engine.num_unfinished == 0 or time.monotonic() >= self._closing_time):
                 return
+            self._step_began = time.monotonic()
             try:
                 self.engine.advance()
                 num_attempts = 0
@@ -165,6 +179,8 @@ class EngineThread:
                 if num_attempts == MAX_ATTEMPTS:
                     raise
                 logger.error("a step raised an exception and is computed again", exc_info=error)
+            finally:
+                self._step_began = None
             if (error := self.engine.take_error()) is not None:
                 logger.error("the drafter raised an exception", exc_info=error)
 

@@ -509,6 +509,8 @@ class LLM:
         """Computes a step and calls `on_step`; then raises a drafter's exception."""
         self._guard.run_deferred()
         advance = engine.advance()
+        if not engine.has_steps:
+            engine.wait_for_check()
         if advance is not None and self._on_step is not None:
             self._on_step(advance.step, advance.seconds)
         if (error := engine.take_error()) is not None:
@@ -533,7 +535,7 @@ class LLM:
         self._engine.check()
         with deferred_interrupts() as take_effect, self._guard:
             engine = self._engine
-            engine.require_room(sum(len(samples.requests) for samples in groups))
+            engine.require_room(groups)
             try:
                 for samples in groups:
                     engine.submit(samples, deltas.append)

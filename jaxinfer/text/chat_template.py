@@ -8,6 +8,7 @@ The result is that of `transformers`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 
 from jaxinfer.plain_values import is_missing, plain_mapping
 from jaxinfer.text.files import read_object, read_text
-from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
+from jaxinfer.text.limited_process import EndedError, LimitedProcesses, LimitError
 from jaxinfer.validation import as_bool, as_plain, as_tuple, cut, require, shown
 
-MAX_SECONDS = 1
+MAX_SECONDS = 1  # of processor time
+NUM_PROCESSES = min(max(os.cpu_count() or 1, 2), 4)
 MAX_CHARACTERS = 2**24  # of a template and its variables, and of its text
 MAX_DEPTH = 100  # of a template's variables
 MAX_MESSAGE = 300  # characters of a template's own error
@@ -33,7 +35,7 @@ class ChatTemplates:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
-        self._process = LimitedProcess("jaxinfer.text.chat_template")
+        self._processes = LimitedProcesses("jaxinfer.text.chat_template", NUM_PROCESSES)
 
     @classmethod
     def from_path(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplates:
@@ -110,7 +112,7 @@ class ChatTemplates:
         if len(json.dumps(question)) > MAX_CHARACTERS:
             raise ValueError(f"template and messages have more than {MAX_CHARACTERS:,} characters; give fewer")
         try:
-            text, error = self._process.ask(question, MAX_SECONDS)
+            text, error = self._processes.ask(question, MAX_SECONDS)
         except LimitError as limit:
             raise ValueError(f"the chat template takes more than {limit}; use another one") from None
         except EndedError as end:

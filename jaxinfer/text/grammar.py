@@ -74,8 +74,13 @@ class Grammar:
             return f"llguidance could not follow the structure further: {_cut(reason)}"
         return None if self._keys is None or self.mask().any() else NO_KEY_LEFT
 
+    @property
+    def has_check(self) -> bool:
+        """True if a complete text may have a `fault`."""
+        return self._structure.check is not None
+
     def fault(self, text: str) -> str | None:
-        """Returns what is wrong with a text that is complete, None if nothing is."""
+        """Returns what is wrong with a text that is complete, None if nothing is. Any thread may ask once it is."""
         return None if self._structure.check is None else self._structure.check(text.removesuffix(self._end))
 
     def accept(self, token_id: int) -> None:
@@ -226,6 +231,12 @@ class GrammarCompiler:
         check = schema_checker(value) if kind == "json_schema" else None
         key_tokens = self._tokens_with_keys() if trial.can_repeat_keys else None
         return Structure(matcher, check, key_tokens, trial.can_run_out_of_keys)
+
+    def must_compile(self, sampling: SamplingParams) -> bool:
+        """True if `compile` takes the time of a structure: it is not compiled yet."""
+        with self._known_lock:
+            known = [future for key, future in self._known.items() if key[:2] == sampling.structure]
+        return sampling.structure is not None and not any(future.done() for future in known)
 
     def _tokens(self) -> LLTokenizer:
         from llguidance import LLTokenizer

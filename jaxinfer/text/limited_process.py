@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from jaxinfer.validation import cut
 
 MAX_BYTES = 2**31
 MAX_START_SECONDS = 60  # imports from a slow disk
+BUSY_FACTOR = 10  # times as long as it may compute, a question may take beside the other work of a busy machine
 MAX_ENDING_SECONDS = 10  # from the end of a process's output to its own end; a core dump takes time
 MAX_LAST_WORDS = 2**12  # bytes of standard error
 # Last words of code in C++ or Rust that gets no memory. Python's own MemoryError has the exit status ENOMEM.
 OUT_OF_MEMORY = ("std::bad_alloc", "memory allocation of ")
+OUT_OF_TIME = signal.SIGPROF if hasattr(signal, "SIGPROF") else 0  # the system ends a process by it
 # Loads the package from the parent's folder, whatever other copies are installed. The parent's search path comes last,
 # so that no file there stands for a module of the standard library.
 BOOTSTRAP = """
@@ -38,7 +41,11 @@ serve(answers)
 
 
 class LimitError(ValueError):
-    """A question took too much time or memory; the message is the limit."""
+    """A question took too much processor time or memory; the message is the limit."""
+
+
+class BusyError(RuntimeError):
+    """A question had no answer in time, because the machine is busy or the process waits. Try again later."""
 
 
 class EndedError(ValueError):
@@ -63,10 +70,11 @@ class LimitedProcess:
     def ask(self, question: Any, max_seconds: float) -> Any:
         """Returns the answer to a question.
 
-        Raises LimitError if it takes more seconds, or 2 GiB of memory, and EndedError if the process ends for another
-        cause. The seconds begin with the question's turn. Raises RuntimeError if the process cannot start.
+        Raises LimitError if it takes more seconds of processor time, or 2 GiB of memory, and EndedError if the process
+        ends for another cause. Raises BusyError if `BUSY_FACTOR` times as many seconds pass from the question's turn,
+        or if the process is not ready in time, and RuntimeError if it cannot start.
         """
-        line = json.dumps(question) + "\n"
+        line = json.dumps([max_seconds, question]) + "\n"
         with self._turn:
             process = self._process
             if process is None or process.poll() is not None:
@@ -78,18 +86,27 @@ class LimitedProcess:
                 self._end()  # an unread answer would be taken for the next one
                 raise
 
+    @property
+    def is_ready(self) -> bool:
+        """True if a question need not wait for the start of the process."""
+        process = self._process
+        return process is not None and process.poll() is None
+
     def _exchange(self, process: subprocess.Popen[str], line: str, max_seconds: float) -> str:
         assert process.stdin is not None
         assert process.stdout is not None
-        with _killed_after(max_seconds, process) as is_late:
+        with _killed_after(BUSY_FACTOR * max_seconds, process) as is_late:
             with contextlib.suppress(BrokenPipeError):  # it has ended; then there is no answer
                 process.stdin.write(line)
                 process.stdin.flush()
             answer = process.stdout.readline()
         if not answer.endswith("\n"):
             if is_late.is_set():
-                raise LimitError(f"{max_seconds:g} second{'s' if max_seconds > 1 else ''}")
-            raise self._death_of(process)
+                raise BusyError(
+                    f"the process of {self._program} had no answer within {BUSY_FACTOR * max_seconds:g} seconds; try"
+                    " again when the machine has less to do"
+                )
+            raise self._death_of(process, max_seconds)
         if is_late.is_set():  # the answer came just before the end
             self._end()
         return answer
@@ -110,7 +127,7 @@ class LimitedProcess:
             with _killed_after(MAX_START_SECONDS, process) as is_late:
                 is_ready = process.stdout.readline() == "\n"
             if is_late.is_set():
-                raise RuntimeError(
+                raise BusyError(
                     f"the process of {self._program} was not ready within {MAX_START_SECONDS:g} seconds; try again when"
                     " the machine has less to do"
                 )
@@ -122,7 +139,7 @@ class LimitedProcess:
             raise
         return process
 
-    def _death_of(self, process: subprocess.Popen[str]) -> LimitError | EndedError:
+    def _death_of(self, process: subprocess.Popen[str], max_seconds: float = 0.0) -> LimitError | EndedError:
         """Waits for the end of a process that has closed its output, and returns the error with its cause."""
         try:
             status = process.wait(MAX_ENDING_SECONDS)
@@ -132,12 +149,32 @@ class LimitedProcess:
         lines = self._last_words.lines()
         if status == errno.ENOMEM or any(mark in line for mark in OUT_OF_MEMORY for line in lines):
             return LimitError(f"{MAX_BYTES >> 30} GiB of memory")
+        if status == -OUT_OF_TIME and max_seconds:
+            return LimitError(f"{max_seconds:g} second{'s' if max_seconds > 1 else ''}")
         cause = f"exit status {status}"
         if status < 0:
             cause = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
             if -status == signal.SIGKILL:
                 cause += ", which the system sends if its own memory runs out"
         return EndedError(f"{cause}: {cut(lines[-1])}" if lines else cause)
+
+
+class LimitedProcesses:
+    """Some processes of one program, which begin when needed, for the questions of any number of threads."""
+
+    def __init__(self, program: str, count: int) -> None:
+        self._idle = deque(LimitedProcess(program) for _ in range(count))
+        self._num_idle = threading.Semaphore(count)
+
+    def ask(self, question: Any, max_seconds: float) -> Any:
+        """Returns the answer to a question as `LimitedProcess.ask` does, when a process is free."""
+        with self._num_idle:
+            process = self._idle.pop()
+            try:
+                return process.ask(question, max_seconds)
+            finally:
+                # The next question takes a process that is ready; one that was ended begins anew when all others work.
+                (self._idle.append if process.is_ready else self._idle.appendleft)(process)
 
 
 class _LastWords:
@@ -207,6 +244,18 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Ends this process if its threads take more seconds of processor time in the block."""
+    if not OUT_OF_TIME:  # not every system has such a timer
+        yield
+        return
+    signal.signal(OUT_OF_TIME, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0)
+
+
 def serve(answers: Callable[[], Callable[[Any], Any]]) -> None:
     """Is the program of the process: answers each line of standard input."""
     # A terminal sends Ctrl-C to this process as well, which ends when its input does.
@@ -219,6 +268,9 @@ def serve(answers: Callable[[], Callable[[Any], Any]]) -> None:
         answer = answers()
         print(flush=True)
         for line in sys.stdin:
-            print(json.dumps(answer(json.loads(line))), flush=True)
+            max_seconds, question = json.loads(line)
+            with _ended_after(max_seconds):
+                answered = answer(question)
+            print(json.dumps(answered), flush=True)
     except MemoryError:
         os._exit(errno.ENOMEM)  # there may be no memory to print a traceback

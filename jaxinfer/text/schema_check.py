@@ -6,6 +6,7 @@ key than `"a"`, and rounds numbers to floats. What it wrote is checked before it
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from datetime import date
 from decimal import Context, Decimal, localcontext
@@ -47,13 +48,12 @@ def schema_checker(schema: str) -> Callable[[str], str | None]:
 
     loaded = load_json(schema)
     draft = _draft(loaded)
-    num_steps = 0
+    steps = threading.local()  # several threads may check at once
 
     def counted(keyword: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         def run(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
-            nonlocal num_steps
-            num_steps += 1 + (len(value) if isinstance(value, list | dict) else 0)
-            if num_steps > MAX_STEPS:
+            steps.count += 1 + (len(value) if isinstance(value, list | dict) else 0)
+            if steps.count > MAX_STEPS:
                 raise ValueError(f"that takes more than {MAX_STEPS:,} steps")
             yield from keyword(validator, value, instance, schema) or ()
 
@@ -84,8 +84,14 @@ def schema_checker(schema: str) -> Callable[[str], str | None]:
             else:
                 yield from validator.descend(value, part, path=key)
 
+    def of_unique(validator: Any, is_unique: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        # `jsonschema` compares each item with each, which takes minutes for some documents.
+        if is_unique is True and isinstance(instance, list) and len(set(map(_key, instance))) < len(instance):
+            yield ValidationError(f"{instance!r} has non-unique elements")
+
     own = {
         "pattern": of_pattern,
+        "uniqueItems": of_unique,
         "patternProperties": of_patterns,
         "additionalProperties": of_others,
         "format": _format,
@@ -96,8 +102,7 @@ def schema_checker(schema: str) -> Callable[[str], str | None]:
     validator = validators.extend(draft, keywords, type_checker=types)(loaded, registry=Registry())
 
     def check(document: str) -> str | None:
-        nonlocal num_steps
-        num_steps = 0
+        steps.count = 0
         try:
             with localcontext(ARITHMETIC):
                 broken = best_match(validator.iter_errors(load_json(document)))
@@ -113,6 +118,13 @@ def schema_checker(schema: str) -> Callable[[str], str | None]:
         )
 
     return check
+
+
+def _key(value: Any) -> Any:
+    """Returns a key that two JSON values have in common exactly if they are equal: 1 equals 1.0, and not true."""
+    if isinstance(value, dict):
+        return "object", frozenset((key, _key(item)) for key, item in value.items())
+    return ("array", *map(_key, value)) if isinstance(value, list) else (isinstance(value, bool), value)
 
 
 def _draft(schema: Any) -> Any:

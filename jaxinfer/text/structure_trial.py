@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable
 from importlib import import_module
-from queue import LifoQueue
 from typing import Any, NamedTuple
 
 from jaxinfer.text.json_schema import (
@@ -23,11 +22,11 @@ from jaxinfer.text.json_schema import (
     translate,
     translate_patterns,
 )
-from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
+from jaxinfer.text.limited_process import EndedError, LimitedProcesses, LimitError
 from jaxinfer.text.schema_check import schema_checker, schema_error
 from jaxinfer.validation import shown
 
-MAX_SECONDS = 2.5  # the engine then compiles the same again, in the same time
+MAX_SECONDS = 2.5  # of processor time; the engine then compiles the same again, in the same time
 MAX_PROCESSES = 4
 TOKEN_ID = re.compile(r"<\[\d+\]>")
 
@@ -53,25 +52,21 @@ class Trials:
     """Compiles structures from any number of threads, in a bounded number of processes that begin when needed."""
 
     def __init__(self) -> None:
-        self._idle: LifoQueue[LimitedProcess] = LifoQueue()
-        for _ in range(MAX_PROCESSES):
-            self._idle.put(LimitedProcess("jaxinfer.text.structure_trial"))
+        self._processes = LimitedProcesses("jaxinfer.text.structure_trial", MAX_PROCESSES)
 
     def run(self, kind: str, value: Any) -> Compilable:
         """Returns a structure as `llguidance` takes it, after it was compiled within the limits.
 
-        Raises ValueError if that takes too much time or memory or ends the process, or if a text is no JSON schema.
+        Raises ValueError if that takes too much time or memory or ends the process, or if a text is no JSON schema, and
+        BusyError if the machine is too busy.
         Other faults show where the structure is compiled for use.
         """
-        process = self._idle.get()
         try:
-            answer = process.ask([kind, value], MAX_SECONDS)
+            answer = self._processes.ask([kind, value], MAX_SECONDS)
         except LimitError as limit:
             raise ValueError(f"{kind} takes more than {limit} to compile; make it smaller or simpler") from None
         except EndedError as end:
             raise ValueError(f"{kind} ends the process that compiles it ({end}); make it simpler") from None
-        finally:
-            self._idle.put(process)
         if isinstance(answer, str):
             raise ValueError(answer)
         return Compilable(*answer)

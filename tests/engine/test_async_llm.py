@@ -321,6 +321,42 @@ def test_prompts_are_admitted_outside_the_event_loop(async_llm, monkeypatch):
     assert len(run(work)) == 1
 
 
+SCHEMAS = [replace(GREEDY, json_schema=f'{{"type": "integer", "maximum": {most}}}') for most in range(1, 9)]
+BESIDE: dict[str, Callable[[AsyncLLM], Awaitable[Any]]] = {
+    "a prompt of its own": lambda llm: llm.generate(PROMPTS[0], GREEDY, tenant="a"),
+    "another prompt": lambda llm: llm.generate(PROMPTS[0], GREEDY),
+    "a chat": lambda llm: llm.chat([{"role": "user", "content": "hello"}], GREEDY, chat_template=TEMPLATE, tenant="a"),
+    "a stream": lambda llm: anext(aiter(llm.stream(PROMPTS[0], GREEDY, tenant="a"))),
+    "an embedding": lambda llm: llm.embed(PROMPTS[0], tenant="a"),
+    "a text": lambda llm: llm.tokenize("hello", tenant="a"),
+    "a structure of another tenant": lambda llm: llm.generate(PROMPTS[0], replace(GREEDY, regex="[ab]+"), tenant="b"),
+    "a structure that is compiled": lambda llm: llm.generate(PROMPTS[0], replace(GREEDY, regex="[cd]+"), tenant="a"),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_request_waits_for_no_structures_that_compile_for_another(async_llm, beside, monkeypatch):
+    run(lambda: async_llm.generate(PROMPTS[0], replace(GREEDY, regex="[cd]+")))
+    engine, may_end = async_llm._engine, threading.Event()
+    admit = engine.admit
+
+    def admit_slowly(prompt: Any, params: Any = None, **options: Any) -> Any:
+        assert params is None or params.json_schema is None or may_end.wait(WAIT)
+        return admit(prompt, params, **options)
+
+    monkeypatch.setattr(engine, "admit", admit_slowly)
+
+    async def work() -> None:
+        compiling = [asyncio.ensure_future(async_llm.generate(PROMPTS[0], one, tenant="a")) for one in SCHEMAS]
+        await asyncio.sleep(0.01)
+        await BESIDE[beside](async_llm)
+        assert not any(task.done() for task in compiling)
+        may_end.set()
+        await asyncio.gather(*compiling)
+
+    run(work)
+
+
 # ---- failures and the end
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -219,6 +220,33 @@ def test_an_idle_engine_computes_no_steps_and_sleeps(thread, monkeypatch):
 
 
 # ---- refusals and failures
+
+
+def test_the_seconds_of_a_step_that_hangs_grow_and_an_idle_engine_has_none(thread, monkeypatch):
+    advance, hangs, may_go_on = thread.engine.advance, threading.Event(), threading.Event()
+
+    def hang() -> Any:
+        hangs.set()
+        assert may_go_on.wait(60)
+        return advance()
+
+    monkeypatch.setattr(thread.engine, "advance", hang)
+    assert thread.step_seconds == 0.0
+    samples, deltas = thread.engine.admit(PROMPTS[0], GREEDY), SimpleQueue()
+    thread.submit(samples, deltas.put)
+    assert hangs.wait(60)
+
+    first = thread.step_seconds
+    time.sleep(0.01)
+    second = thread.step_seconds
+    may_go_on.set()
+    while deltas.get(timeout=60).completion is None:
+        pass
+    thread.call(lambda engine: None).result(60)
+
+    assert 0.0 < first < second
+    while thread.step_seconds:
+        time.sleep(0.001)
 
 
 def test_a_full_queue_is_the_end_of_the_request_that_found_it(new_llm, monkeypatch):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jaxinfer.text.chat_template import ChatTemplates
-from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
+from jaxinfer.text.limited_process import BusyError, EndedError, LimitedProcess, LimitedProcesses, LimitError
 from jaxinfer.text.structure_trial import Trials
 
 pytestmark = pytest.mark.quick
@@ -80,7 +80,56 @@ def test_a_question_that_takes_all_memory_is_reported_as_that(process, question)
 def test_a_question_without_an_end_is_reported_with_its_seconds(process):
     assert process.ask("1", 20) == 1
     with pytest.raises(LimitError, match="^0.2 second$"):
-        process.ask("threading.Event().wait()", 0.2)
+        process.ask("[0 for _ in iter(int, 1)]", 0.2)
+
+
+@pytest.mark.parametrize("question", ["threading.Event().wait(1.0) or 3", "[os.sched_yield() for _ in range(9)] and 3"])
+def test_a_question_that_waits_for_the_machine_has_its_answer(process, question):
+    assert process.ask(question, 0.3) == 3  # seconds of processor time
+
+
+@pytest.mark.parametrize(
+    "question", ["threading.Event().wait()", "signal.pause()", "os.kill(os.getpid(), signal.SIGSTOP)"]
+)
+def test_a_question_without_an_answer_in_time_is_not_blamed(process, question):
+    with pytest.raises(
+        BusyError, match=r"^the process of a_program had no answer within 2 seconds; try again when the ma"
+    ):
+        process.ask(question, 0.2)
+
+    assert process.ask("2", 20) == 2
+
+
+def test_the_time_of_a_question_and_its_answer_on_their_way_does_not_count(process):
+    words = "x" * 2**23
+
+    assert len(process.ask(f"'{words}' + 'y' * 2**23", 0.5)) == 2**24
+
+
+def test_seconds_of_earlier_questions_do_not_count(process):
+    work = "sum(range(5_000_000)) and 1"
+
+    assert [process.ask(work, 2.0) for _ in range(20)] == [1] * 20
+
+
+def test_the_end_of_a_process_holds_up_no_other_question(tmp_path, monkeypatch):
+    (tmp_path / "a_program.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    processes = LimitedProcesses("a_program", 2)
+    gate = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as threads:  # both begin
+        own = list(
+            threads.map(lambda _: (gate.wait(60), processes.ask("threading.Event().wait(0.5) or os.getpid()", 5)), "ab")
+        )
+    starts = []
+    monkeypatch.setattr(LimitedProcess, "_start", lambda process: starts.append(process))
+
+    with pytest.raises(EndedError):
+        processes.ask("os._exit(7)", 5)
+
+    assert len({pid for _, pid in own}) == 2
+    assert len({processes.ask("os.getpid()", 5) for _ in range(9)}) == 1  # the other one
+    assert not starts
 
 
 def test_a_program_may_write_any_number_of_warnings(process):
@@ -154,7 +203,9 @@ def test_a_process_that_has_ended_leaves_no_open_files(process):
         with pytest.raises(EndedError):
             process.ask("1 / 0", 20)
         with pytest.raises(LimitError):
-            process.ask("threading.Event().wait()", 0.1)
+            process.ask("[0 for _ in iter(int, 1)]", 0.1)
+        with pytest.raises(BusyError):
+            process.ask("threading.Event().wait()", 0.02)
 
     process.ask("1", 20)
     assert psutil.Process().num_fds() == num_open

@@ -8,6 +8,7 @@ from functools import partial
 
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.request.request import Request
 
 # Receives the deltas of one request, between two steps and on the engine's thread. The last of them carries the
 # completion of the last sample. If a sink raises, its request ends and it receives nothing more. A sink returns at once
@@ -51,6 +52,11 @@ class OutputRoutes:
         """Returns the ids of all samples of an unfinished request; none for an unknown id."""
         route = self._routes.get(request_id)
         return [] if route is None else [request.request_id for request in route.samples.requests]
+
+    def request(self, sample_id: int) -> Request | None:
+        """Returns an unfinished request by the id of its sample."""
+        route = self._routes.get(sample_id)
+        return None if route is None else next(one for one in route.samples.requests if one.request_id == sample_id)
 
     def open(self, samples: SampleGroup, sink: Sink) -> None:
         """Gives the deltas of these samples to `sink` from now on."""

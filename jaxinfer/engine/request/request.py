@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 from weakref import ReferenceType, ref
 
@@ -56,6 +57,9 @@ class GrammarState(Protocol):
     @property
     def error(self) -> str | None: ...
 
+    @property
+    def has_check(self) -> bool: ...
+
     def fault(self, text: str) -> str | None: ...
 
     def begin_again(self) -> GrammarState: ...
@@ -87,7 +91,7 @@ BAD_LOGITS_ERROR = "the logits"
 
 
 class QueueFullError(RuntimeError):
-    """More requests would wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
+    """More requests would wait than `EngineConfig.max_waiting` allows its tenant. Nothing was queued; try later."""
 
 
 @dataclass(slots=True)
@@ -127,6 +131,9 @@ class Request:
             "bounded",
             "bounded_saved",
             "finish_reason",
+            "check",
+            "mask_seconds",
+            "mask_step",
             "num_swapped_tokens",
             "_num_reached",
             "stop_token_ids",
@@ -215,6 +222,8 @@ class Request:
         self.is_plain = grammar is None and not sampling.log_probs and sampling.prompt_log_probs is None
         self.detokenizer = detokenizer
         self._texts: list[str] = []
+        # Returns the fault of the whole text, None if it has none. It may take seconds, on any thread.
+        self.check: Callable[[], str | None] | None = None
         self.log_probs: list[float] = []
         self._top_log_probs: list[dict[int, float]] = []
         self._sampling_log_probs: list[float] = []  # if the engine's steps give them
@@ -399,7 +408,7 @@ class Request:
     ) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back.
 
-        If the grammar is complete but the whole text violates it, the finish reason is "error".
+        If the grammar is complete, `check` is to be called before the delta is handed out.
         """
         self.epoch += 1
         self.num_pending = 0
@@ -408,8 +417,7 @@ class Request:
         self._texts.append(text)
         is_cut = self.detokenizer is not None and self.detokenizer.is_stopped  # by a stop string, before its end
         if reason == "stop" and not is_cut and self.grammar is not None and self.grammar.is_complete:
-            error = self.grammar.fault("".join(self._texts))
-            reason = "stop" if error is None else "error"
+            self.check = partial(self.grammar.fault, "".join(self._texts)) if self.grammar.has_check else None
         self.finish_reason = reason
         wants_prompt = self.sampling.prompt_log_probs is not None
         completion = Completion(

@@ -90,7 +90,8 @@ class Scheduler:
     num_prefill_replicas: the first of these, which only prefill for the others; 0 if each does both
     mover: copies pages from replicas that prefill to replicas that decode
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
-    max_waiting: bounds the requests beyond the rows of all replicas; None for no bound
+    max_waiting: bounds the requests beyond the rows of all replicas; None for no bound. A tenant with fewer than its
+        share of it is still taken, up to twice the bound
     decode_loop_steps: decode steps per launch if every request decodes and none needs the full form of a draw; not with
         speculation
     max_loop_seconds: after a loop that took longer, decode steps are single for a while
@@ -183,10 +184,14 @@ class Scheduler:
     def _num_waiting(self) -> int:
         return len(self._requests) - sum(len(replica.running) + len(replica.leaving) for replica in self.replicas)
 
-    def check_room(self, count: int) -> None:
-        """Raises QueueFullError if `count` more requests would exceed the rows of all replicas and max_waiting."""
-        num_rows = len(self.replicas) * self._max_num_seqs
+    def check_room(self, requests: Sequence[Request]) -> None:
+        """Raises QueueFullError if the queue is full and has no share left for these requests of one tenant."""
+        count, num_rows = len(requests), len(self.replicas) * self._max_num_seqs
         if self._max_waiting is None or self.num_unfinished + count <= num_rows + self._max_waiting:
+            return
+        tenant, priority = requests[0].tenant, requests[0].priority
+        room = self._waiting.room_in_full_queue(tenant, priority, self._max_waiting)
+        if count <= room and self.num_unfinished + count <= num_rows + 2 * self._max_waiting:
             return
         each = f" of each of {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         raise QueueFullError(
@@ -201,7 +206,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request; raises QueueFullError if the queue is full."""
-        self.check_room(1)
+        self.check_room([request])
         request.arrival, request.order = self.clock(), next(self._orders)
         self._requests[request.request_id] = request
         self._waiting.enter(request)

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import Counter, defaultdict
 
-from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.request.request import Priority, Request
 from jaxinfer.engine.scheduling.policy import due, rank
 
 Lane = tuple[str, str]  # tenant, priority
@@ -22,6 +22,9 @@ class RequestHeap:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}  # by order of arrival
         self._entries: list[tuple[float, int]] = []  # a heap, whose first entry is never that of a removed request
+
+    def __len__(self) -> int:
+        return len(self._requests)
 
     @property
     def first(self) -> Request | None:
@@ -74,6 +77,22 @@ class WaitingQueue:
             for lane in [lane for lane in self._lanes if lane[0] == tenant]:
                 self._lanes.pop(lane)
                 self._last_turns.pop(lane, None)
+
+    def room_in_full_queue(self, tenant: str, priority: Priority, max_waiting: int) -> int:
+        """Returns the number of requests that a tenant may queue although others fill the queue.
+
+        Its share is `max_waiting` in equal parts, at least one: a part for each tenant that waits, itself included.
+        Batch requests of all tenants together have one part beside interactive ones, and those of its own do not count
+        against the interactive ones.
+        """
+        counts = {lane: len(heap) for lane, heap in self._lanes.items() if len(heap)}
+        if priority == "interactive":
+            others = {name if kind == "interactive" else None for name, kind in counts} - {tenant}
+            num_own = counts.get((tenant, "interactive"), 0)
+        else:
+            others = {name for name, _ in counts} - {tenant}
+            num_own = sum(count for (name, _), count in counts.items() if name == tenant)
+        return max(max_waiting // (1 + len(others)), 1) - num_own
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         self._served[tenant] += num_tokens

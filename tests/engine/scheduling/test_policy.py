@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from jaxinfer.engine.request.request import QueueFullError
@@ -186,6 +189,73 @@ def test_beside_who_decodes_a_prompt_takes_no_more_than_the_mixed_tokens():
     assert [engine.step() for _ in range(3)] == [[(0, 4), (1, 60)], [(0, 1)], [(0, 1)]]
     engine.add(2, prompt=60)
     assert engine.step() == [(0, 1), (2, 7)]
+
+
+IDS = itertools.count(100)
+
+
+def fill(engine: Engine, count: int, **terms: Any) -> None:
+    for request_id in itertools.islice(IDS, count):
+        engine.add(request_id, **terms)
+
+
+def num_taken(engine: Engine, **terms: Any) -> int:
+    """Adds requests until one is refused, and returns the number of those that were not."""
+    for count in range(100):
+        try:
+            fill(engine, 1, **terms)
+        except QueueFullError:
+            return count
+    raise AssertionError("the queue has no bound")
+
+
+SHARES = [
+    # Who fills the queue of 12, who comes then, and the number of its requests that are taken.
+    pytest.param([("flood", "batch")], ("polite", "interactive"), 6, id="interactive beside batch"),
+    pytest.param([("flood", "interactive")], ("polite", "interactive"), 6, id="two tenants"),
+    pytest.param([("a", "interactive"), ("b", "interactive")], ("c", "interactive"), 4, id="three tenants"),
+    pytest.param([("a", "batch"), ("b", "batch")], ("c", "batch"), 4, id="batch beside batch"),
+    pytest.param([("a", "batch"), ("b", "batch")], ("a", "interactive"), 6, id="batch of its own"),
+    pytest.param([("flood", "batch")], ("flood", "batch"), 0, id="itself"),
+    pytest.param([("flood", "interactive")], ("flood", "batch"), 0, id="batch beside its own"),
+]
+
+
+@pytest.mark.parametrize(("floods", "comer", "count"), SHARES)
+def test_a_full_queue_takes_the_share_of_a_tenant_and_throws_out_no_request(floods, comer, count):
+    engine = Engine(max_waiting=12)
+    engine.add(0, max_tokens=50)
+    engine.step()
+    for tenant, priority in floods:
+        fill(engine, 12 // len(floods), tenant=tenant, priority=priority)
+
+    tenant, priority = comer
+    assert num_taken(engine, tenant=tenant, priority=priority) == count
+    assert len(engine.run()) == 13 + count
+
+
+def test_each_of_more_tenants_than_places_may_queue_one_up_to_twice_the_bound():
+    engine = Engine(max_waiting=3)
+    fill(engine, 4, tenant="flood")
+
+    assert [num_taken(engine, tenant=f"tenant {i}") for i in range(4)] == [1, 1, 1, 0]
+
+
+def test_a_queue_without_places_has_none_for_any_tenant():
+    engine = Engine(max_waiting=0)
+    engine.add(0, tenant="flood")
+
+    assert num_taken(engine, tenant="polite") == 0
+
+
+def test_a_tenant_has_room_again_when_its_requests_run():
+    engine = Engine(max_waiting=4)
+    fill(engine, 5, tenant="flood", priority="batch")
+    assert num_taken(engine, tenant="polite") == 2
+
+    engine.step()  # the first of the interactive ones runs
+
+    assert num_taken(engine, tenant="polite") == 1
 
 
 def test_one_request_too_many_is_refused_and_nothing_is_queued():

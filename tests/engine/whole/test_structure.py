@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.drafters.drafters import NgramDrafter
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.llm import LLM
-from jaxinfer.text import structure_trial
+from jaxinfer.text import schema_check, structure_trial
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.schema_check import schema_checker
 from jaxinfer.text.tokenizer import Tokenizer
@@ -241,6 +242,41 @@ def test_a_name_may_have_so_many_characters(name, most):
     assert "at $: " in str(check(json.dumps(f"{most}b")))
 
 
+UNIQUE = [
+    ("[1, 1.0]", False),
+    ("[1, true]", True),
+    ('[0, false, null, ""]', True),
+    ('[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', False),
+    ('[{"a": 1}, {"a": 2}, ["a", 1]]', True),
+    ("[[1, [true]], [1, [1]]]", True),
+    ('["1", 1]', True),
+]
+
+
+@pytest.mark.parametrize(("document", "is_unique"), UNIQUE)
+def test_items_are_unique_if_no_two_are_equal_by_the_schema(document, is_unique):
+    schema = {"uniqueItems": True}
+
+    assert (schema_checker(json.dumps(schema))(document) is None) == is_unique
+    assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(document)) == is_unique
+
+
+def test_many_items_are_compared_in_time_that_grows_as_they_do():
+    mixed = [{"a": i} if i % 2 else [i] for i in range(20_000)]  # which have no order
+
+    assert schema_checker('{"uniqueItems": true}')(json.dumps(mixed)) is None
+    assert "non-unique" in str(schema_checker('{"uniqueItems": true}')(json.dumps([*mixed, {"a": 1}])))
+
+
+def test_threads_that_check_at_once_have_steps_of_their_own(monkeypatch):
+    monkeypatch.setattr(schema_check, "MAX_STEPS", 20_000)
+    check = schema_checker(json.dumps({"items": {"type": "integer", "minimum": 0}}))
+    document = json.dumps([1] * 6_000)  # more than half of the steps
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(check, [document] * 4)) == [None] * 4
+
+
 UNCHECKED = {
     "deep for json": ({}, "[" * 9_000 + "]" * 9_000, "nested too deeply"),
     "deep": ({"items": {"$ref": "#"}}, "[" * 600 + "]" * 600, "nested too deeply"),
@@ -382,7 +418,7 @@ def test_a_structure_that_takes_too_much_to_compile_is_refused(llm, fields, monk
 def test_the_process_of_trials_ends_with_those_who_use_it():
     trials = structure_trial.Trials()
     trials.run("regex", "a")
-    processes = [limited._process for limited in trials._idle.queue if limited._process is not None]
+    processes = [limited._process for limited in trials._processes._idle if limited._process is not None]
 
     del trials
 
