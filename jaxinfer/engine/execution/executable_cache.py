@@ -15,7 +15,8 @@ import os
 import pickle
 import platform
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -31,8 +32,16 @@ from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_
 from jaxinfer.device import COMPILATION_CACHE
 from jaxinfer.source_digest import source_digest
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 logger = logging.getLogger(__name__)
 
+# Longest wait for another process that compiles the same, which may have been stopped; then both compile.
+MAX_WAIT_SECONDS = 600
+POLL_SECONDS = 0.05
 # Limit of the files if the user sets none for JAX's cache. The ten steps of the bundled model take 15 MB on a CPU.
 MAX_BYTES = 2**32
 NAME = "jaxinfer-[0-9a-f]+"
@@ -56,8 +65,31 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     folder = cache_folder()
     if folder is None or _has_custom(statics) or jax.process_count() > 1:
         return _compile(function, args, statics)
-    path = folder / f"jaxinfer-{_key(function, args, statics)}"
-    devices = _devices(args)
+    path, devices = folder / f"jaxinfer-{_key(function, args, statics)}", _devices(args)
+    found = _inode(path)
+    if (loaded := _load(path, devices)) is not None:
+        return loaded
+    with _compiling_alone(path):
+        if _inode(path) != found and (loaded := _load(path, devices)) is not None:  # another has just written it
+            return loaded
+        with _no_jax_entry():
+            compiled = _compile(function, args, statics, without=[_no_pass()])
+        try:
+            _keep(path, pickle.dumps(serialize(compiled)))
+        except _FAILURES as error:
+            logger.warning("%s cannot be kept for the next start: %s", path, error)
+    return compiled
+
+
+def _inode(path: Path) -> int | None:
+    """Returns the number that another file at this path does not have; None if there is no file."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return None
+
+
+def _load(path: Path, devices: list[Any]) -> jax.stages.Compiled | None:
+    """Returns the executable in a file; None if there is none that can be loaded."""
     try:
         if not _is_private(path):  # unpickling could run code of another user
             raise PermissionError("another user can write to it")
@@ -68,13 +100,38 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
         pass
     except _FAILURES as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
-    with _no_jax_entry():
-        compiled = _compile(function, args, statics, without=[_no_pass()])
+    return None
+
+
+@contextlib.contextmanager
+def _compiling_alone(path: Path) -> Iterator[None]:
+    """Waits while another thread or process compiles for the same file.
+
+    The system releases the lock of a process that ends. A compilation goes on without the lock after MAX_WAIT_SECONDS,
+    or if the folder has no locks.
+    """
+    # A name that `remove_orphans` knows, should a process be killed here.
+    lock = path.with_name(f".{path.name}.0")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(open(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "rb"))
+            deadline = time.monotonic() + MAX_WAIT_SECONDS
+            while not (is_locked := _is_locked_by(file)) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            if is_locked:  # a thread that has opened the file by now waits for this lock, and finds the result
+                stack.callback(lock.unlink, missing_ok=True)
+        yield
+
+
+def _is_locked_by(file: Any) -> bool:
+    """Locks a file; False if another thread or process has locked it."""
+    if fcntl is None:
+        return True
     try:
-        _keep(path, pickle.dumps(serialize(compiled)))
-    except _FAILURES as error:
-        logger.warning("%s cannot be kept for the next start: %s", path, error)
-    return compiled
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _has_custom(statics: dict[str, Any]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -56,6 +58,20 @@ def num_traces():
         return len(calls) - before
 
     return count
+
+
+@pytest.fixture
+def slow():
+    """A function that takes a while to be lowered, and the arguments of each such call."""
+    lower, calls = advance.lower, []
+    names = {name: getattr(advance, name) for name in ("__module__", "__qualname__", "clear_cache")}
+
+    def lower_slowly(*args, **statics):
+        calls.append(args)
+        time.sleep(0.5)
+        return lower(*args, **statics)
+
+    return SimpleNamespace(lower=lower_slowly, **names), calls
 
 
 def kept(folder):
@@ -307,6 +323,52 @@ def test_what_is_loaded_takes_donations(folder):
 
 def test_the_second_time_nothing_is_lowered(folder, num_traces):
     assert [num_traces(jnp.zeros(6), X) for _ in range(3)] == [1, 0, 0]
+
+
+def test_of_two_that_need_a_step_at_once_one_compiles_it_and_both_have_it(folder, slow):
+    function, calls = slow
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(compile_or_load, function, jnp.zeros(6), X) for _ in range(2)]
+        sums = [future.result()(jnp.zeros(6), X)[0]["sum"] for future in futures]
+
+    assert len(calls) == 1
+    assert np.array_equal(*sums)
+    assert [path.name for path in folder.iterdir()] == [kept(folder)[0].name]
+
+
+def test_a_compilation_that_fails_leaves_the_step_to_the_one_that_waits(folder, slow):
+    function, calls = slow
+    lower = function.lower
+
+    def fail_once(*args, **statics):
+        lowered = lower(*args, **statics)
+        if len(calls) == 1:
+            raise RuntimeError("no memory")
+        return lowered
+
+    function.lower = fail_once
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(compile_or_load, function, jnp.zeros(6), X) for _ in range(2)]
+        errors = [future.exception() for future in futures]
+
+    assert sorted(map(str, errors)) == ["None", "no memory"]
+    assert len(kept(folder)) == len([*folder.iterdir()]) == 1
+
+
+@pytest.mark.parametrize("state", ["left by a killed process", "held by a stopped process"])
+def test_a_lock_that_is_never_released_keeps_no_step_from_being_compiled(folder, num_traces, monkeypatch, state):
+    num_traces(jnp.zeros(6), X)
+    (path,) = kept(folder)
+    path.unlink()
+    monkeypatch.setattr(executable_cache, "MAX_WAIT_SECONDS", 600 if state.startswith("left") else 0.2)
+
+    with (folder / f".{path.name}.0").open("wb") as lock:
+        if state.startswith("held"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        assert num_traces(jnp.zeros(6), X) == 1
+
+    assert kept(folder) == [path]
 
 
 @pytest.mark.parametrize(
