@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -131,8 +132,8 @@ def spool(file: File) -> Any:
     return tempfile.TemporaryFile(dir=None if isinstance(file, RemoteFile) else file.parent)
 
 
-def replace_file(file: File, write: Callable[[BinaryIO], None]) -> None:
-    """Replaces a file at once: a process killed meanwhile leaves the old one, or none."""
+def replace_file(file: File, write: Callable[[BinaryIO], object], mode: int = 0o666) -> None:
+    """Replaces a file at once: a process killed meanwhile leaves the old one, or none. A new one has a local `mode`."""
     if isinstance(file, RemoteFile):
         with tempfile.NamedTemporaryFile() as aside:
             write(cast(BinaryIO, aside))
@@ -143,7 +144,7 @@ def replace_file(file: File, write: Callable[[BinaryIO], None]) -> None:
     aside = path.with_name(f".{path.name}.new")
     aside.unlink(missing_ok=True)  # left by a killed process
     try:
-        with aside.open("xb") as content:
+        with open(aside, "xb", opener=partial(os.open, mode=mode)) as content:
             write(content)
             content.flush()
             os.fsync(content.fileno())

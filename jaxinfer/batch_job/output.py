@@ -99,7 +99,7 @@ class OutputFile:
         self.identity, self.adapters = identity, dict(adapters or {})
         self._complete_bytes = 0
         with self._reader() as file:
-            for number, (record, raw) in enumerate(_checked(_lines(file), self._path, identity, self.adapters), 1):
+            for number, (record, raw) in enumerate(_checked(raw_records(file), self._path, identity, self.adapters), 1):
                 if record.line in done:
                     raise _refusal(self._path, number, f"is a second record of input line {record.line}")
                 self.identity = record.identity
@@ -204,7 +204,7 @@ class RemoteParts:
         self.identity, self.adapters = identity, dict(adapters or {})
         for part in self._parts:
             with part.open() as file:
-                for record, _ in _checked(_lines(file), part, self.identity, self.adapters):
+                for record, _ in _checked(raw_records(file), part, self.identity, self.adapters):
                     self.identity = record.identity
                     done.setdefault(record.line, Done(record.digest, record.has_error))
         return done
@@ -305,7 +305,7 @@ class ConvertedOutput:
 
 
 def sorted_records(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the records of a file in the order of their input lines, of each line the first.
+    """Yields the whole records of a file in the order of their input lines, of each line the first.
 
     Memory holds the place of each.
     """
@@ -313,7 +313,8 @@ def sorted_records(file: BinaryIO) -> Iterator[bytes]:
     start = 0
     file.seek(0)
     for raw in file:
-        places.setdefault(line_of_record(raw), start)
+        if raw.endswith(b"\n"):
+            places.setdefault(line_of_record(raw), start)
         start += len(raw)
     for line in sorted(places):
         file.seek(places[line])
@@ -343,7 +344,7 @@ def match_lines(
     return num_requests
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def raw_records(file: BinaryIO) -> Iterator[bytes]:
     """Yields the lines; of a line that is no record, which may have any length, only the first bytes."""
     while start := file.readline(len(RECORD_START)):
         yield start if start != RECORD_START else start + file.readline()

@@ -47,6 +47,11 @@ class Client:
     _used: deque[tuple[int, int]] = field(default_factory=deque)  # the last minute's seconds, and the tokens of each
     _lock: Lock = field(default_factory=Lock)  # batches count on threads of their own
 
+    @property
+    def name(self) -> str:
+        """Tells the key from others without its text."""
+        return self.digest.hex()[:16]
+
     def begin_request(self) -> None:
         """Counts a request that begins; raises RefusedError 429 if the client is at a limit."""
         if self.num_in_flight >= self.max_in_flight:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import codecs
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from python_multipart.multipart import parse_options_header
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
+from starlette.types import Message
 
 from jaxinfer.openai.bodies import Body, Name
 from jaxinfer.openai.errors import RefusedError
@@ -21,7 +27,9 @@ from jaxinfer.validation import shown
 
 UPLOADS = "/v1/files"
 FORM_BYTES = 2**16  # of an upload beside the file
-MAX_UPLOADS = 8  # at a time, for each may fill a temporary file
+MAX_UPLOADS = 8  # of a tenant at a time, for each may fill a temporary file
+STALL_SECONDS = 30.0  # in which some of an upload has to come
+CHARSETS = ("utf-8", "ascii", "iso8859-1")  # of names in a form; others may decode to what is no text
 MAX_FIELDS = 8
 READ_BYTES = 2**16
 UPLOAD_FORM = {
@@ -114,7 +122,7 @@ class BatchBody(Body):
 
 def add_batches(app: FastAPI, state: ServerState, service: Batches | None) -> None:
     """Adds the routes of files and batches. They are refused if the server keeps no files."""
-    uploads: set[object] = set()  # under way
+    uploads = Counter[str | None]()  # under way, by tenant
 
     def kept() -> Batches:
         if service is None:
@@ -126,20 +134,21 @@ def add_batches(app: FastAPI, state: ServerState, service: Batches | None) -> No
         """Stores the input of a batch."""
         state.require_open()
         batches = kept()
-        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-            raise RefusedError(400, "the body is no form; upload the file as multipart/form-data")
-        if len(uploads) >= MAX_UPLOADS:
-            message = f"{len(uploads)} files are being uploaded, the most at a time; try again"
+        _require_form(request.headers.get("content-type", ""))
+        tenant = _tenant(request)
+        if uploads[tenant] >= MAX_UPLOADS:
+            message = f"{uploads[tenant]} files are being uploaded, the most at a time; try again"
             raise RefusedError(429, message, kind="rate_limit_error", code="too_many_uploads", retry_after=5)
-        uploads.add(request)
+        uploads[tenant] += 1
         try:
-            form = request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
+            whole = Request(request.scope, partial(_receive_some, request))
+            form = whole.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
             async with form as fields:
                 file = _uploaded(fields.multi_items(), batches.store.max_file_bytes)
                 place = (file.file, file.size or 0, file.filename or "")
-                stored = await run_in_threadpool(batches.upload, *place, _tenant(request))
+                stored = await run_in_threadpool(batches.upload, *place, tenant)
         finally:
-            uploads.discard(request)
+            uploads[tenant] -= 1
         return JSONResponse(stored.model_dump())
 
     @app.get(UPLOADS, response_model=FileList)
@@ -158,10 +167,7 @@ def add_batches(app: FastAPI, state: ServerState, service: Batches | None) -> No
         """Returns the bytes of a file."""
         store = kept().store
         found = store.find(file_id, _tenant(request))
-        try:
-            opened = store.path(found).open("rb")
-        except FileNotFoundError:  # it was deleted meanwhile
-            raise RefusedError(404, f"file_id={shown(file_id)} does not exist", param="file_id") from None
+        opened = store.verified(found).open("rb")
         headers = {"Content-Length": str(found.bytes)}
         return StreamingResponse(_pieces(opened), media_type="application/octet-stream", headers=headers)
 
@@ -175,7 +181,9 @@ def add_batches(app: FastAPI, state: ServerState, service: Batches | None) -> No
     def create(body: BatchBody, request: Request) -> Response:
         """Begins a batch."""
         state.require_open()
-        batch = kept().create(body.input_file_id, body.endpoint, body.metadata, _tenant(request))
+        client = client_of(request)
+        key = None if client is None else client.name
+        batch = kept().create(body.input_file_id, body.endpoint, body.metadata, _tenant(request), key)
         return JSONResponse(batch.model_dump())
 
     @app.get("/v1/batches", response_model=BatchList)
@@ -197,6 +205,28 @@ def add_batches(app: FastAPI, state: ServerState, service: Batches | None) -> No
 def _tenant(request: Request) -> str | None:
     client = client_of(request)
     return None if client is None else client.tenant
+
+
+def _require_form(content_type: str) -> None:
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise RefusedError(400, "the body is no form; upload the file as multipart/form-data")
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    try:
+        name = codecs.lookup(charset).name
+    except (LookupError, ValueError):
+        name = ""
+    if name not in CHARSETS:
+        raise RefusedError(400, f"charset={shown(charset)} cannot be honoured; send the form in UTF-8")
+
+
+async def _receive_some(request: Request) -> Message:
+    """Returns the next part of an upload; RefusedError 408 if none comes."""
+    try:
+        return await asyncio.wait_for(request.receive(), STALL_SECONDS)
+    except TimeoutError:
+        message = f"nothing of the upload has come for {STALL_SECONDS:g} seconds; send it again"
+        raise RefusedError(408, message, code="upload_stalled") from None
 
 
 def _uploaded(fields: list[tuple[str, UploadFile | str]], max_bytes: int) -> UploadFile:
