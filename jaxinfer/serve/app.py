@@ -38,7 +38,7 @@ from jaxinfer.openai.errors import (
     RefusedError,
     refused_body,
 )
-from jaxinfer.openai.messages import plain_messages
+from jaxinfer.openai.messages import require_messages
 from jaxinfer.openai.work import answer_of, prompts_of, work_of
 from jaxinfer.serve.access import Client
 from jaxinfer.serve.batches.batches import Batches
@@ -220,7 +220,8 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
             if body.messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
                 chat = {name: getattr(body, name) for name in names}
-                chat["messages"] = [await asyncio.to_thread(plain_messages, body.messages)]
+                require_messages(body.messages)
+                chat["messages"] = [body.messages]
                 (tokens,) = (await state.render(chat, None)).prompts
             else:
                 assert body.prompt is not None

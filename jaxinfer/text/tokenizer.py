@@ -180,9 +180,16 @@ class Tokenizer:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **variables,
+            variables=variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def encode_chat(self, conversation: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
+        """Returns the token ids of a conversation that a client sends.
+
+        The arguments are those of `ChatTemplates.render_chat`, with the same errors.
+        """
+        return self.encode(self.chat_templates.render_chat(conversation, **arguments), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes without unknown ids, by default without special tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -20,8 +20,8 @@ from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, Sh
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import ONE_DEVICE
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
-from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import (
     MAX_FLOAT,
@@ -460,24 +460,21 @@ def render(
     """Returns the token ids of each conversation by the chat template, which reads `variables`.
 
     With add_generation_prompt=None the template begins an answer, unless it continues the final message. The other
-    arguments are those of `Tokenizer.apply_chat_template`. Raises ValueError if a conversation cannot be rendered.
+    arguments are those of `Tokenizer.encode_chat`. Raises ValueError if a conversation cannot be rendered.
     """
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
     variables = as_plain("chat_template_kwargs", variables, plain_mapping)
     is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
     require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
-    variables = dict(variables or {})
     continues = as_bool("continue_final_message", continue_final_message)
     begins = not continues if add_generation_prompt is None else add_generation_prompt
     arguments |= {"continue_final_message": continues, "add_generation_prompt": begins}
-    if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
-        raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
     prompts: list[list[int]] = []
     for i, conversation in enumerate(as_conversations(messages)):
         try:
             _require_value("messages", conversation)
-            prompts.append(cast(list[int], tokenizer.apply_chat_template(conversation, **arguments, **variables)))
+            prompts.append(tokenizer.encode_chat(conversation, variables=variables, **arguments))
         except ValueError as error:
             raise ValueError(f"conversation {i}: {error}") from None
     return prompts
