@@ -36,7 +36,8 @@ def work_of(body: ChatBody | CompletionBody, defaults: SamplingParams, max_model
         require_messages(body.messages)
         chat = {**rendering_of(body), "messages": [body.messages]}
         return Work(chat=chat, sampling=sampling, options=options_of(body))
-    return Work(prompts=prompts_of(body.prompt), sampling=of_completion(body, defaults), options=options_of(body))
+    sampling = of_completion(body, defaults, max_model_len)
+    return Work(prompts=prompts_of(body.prompt), sampling=sampling, options=options_of(body))
 
 
 def prompts_of(given: Any) -> list[Any]:
