@@ -16,7 +16,10 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("auto", "none", "required")
 # Keys beside which a tool has no others. Some clients ask for a cache, or describe what a function returns.
 TOOL_KEYS = ("type", "function", "cache_control")
-FUNCTION_KEYS = ("type", "name", "description", "parameters", "strict", "return", "returns", "cache_control")
+FUNCTION_KEYS = (
+    *("type", "name", "description", "parameters", "strict"),
+    *("return", "returns", "response", "cache_control"),
+)
 NO_PARAMETERS = {"type": "object", "properties": {}}
 # Keywords beside which `properties` need not be all that an object may have.
 OPEN_ENDED = {

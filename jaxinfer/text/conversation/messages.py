@@ -10,6 +10,7 @@ from jaxinfer.text.conversation.facts import DEVELOPER, NO_CONTENTS, ROLES, Plac
 from jaxinfer.validation import cut, shown
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which a message has its reasoning
+SPEAKERS = ("user", "assistant")  # roles that a template need not name
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # type -> key of text
 # Keys that clients send along, or send back from an answer. A template that does not read one loses nothing.
 MESSAGE_KEYS = frozenset(
@@ -40,7 +41,7 @@ def fit_messages(messages: Sequence[Mapping[str, Any]], facts: TemplateFacts) ->
     for index, message in enumerate(messages):
         one = _fitted(message, f"messages[{index}]", facts)
         is_system = one.get("role") in ("system", DEVELOPER)
-        if is_system or message.get("role") not in ROLES:
+        if is_system or message.get("role") not in SPEAKERS:
             _require_shown(message.get("role"), one.get("role"), f"messages[{index}]", place, facts)
         place = "second" if is_system and place != "late" else "late"
         fitted.append(one)
@@ -135,7 +136,7 @@ def _require_shown(stated: Any, role: Any, where: str, place: Place, facts: Temp
     """Raises ValueError for a message that the template leaves out; it gets the stated role as `role`."""
     if not isinstance(role, str):
         return
-    if stated not in ROLES and role not in facts.words and facts.drops_roles:
+    if stated != "system" and role not in facts.words and facts.drops_roles:
         raise ValueError(
             f"{where}.role is {shown(stated)}, and the chat template leaves such a message out; give one of the roles"
             f" that it names: {', '.join(sorted({*ROLES, DEVELOPER} & facts.words)) or 'none'}"

@@ -101,7 +101,8 @@ def test_a_line_with_a_wrong_option_gets_an_error_by_its_name(llm, tmp_path):
 
 def test_parts_of_text_are_those_of_a_text_at_every_door(llm, tmp_path):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
-    body = {"model": "m", "messages": parts, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    (name, *_) = llm.model_names
+    body = {"model": name, "messages": parts, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
     own = {"custom_id": "own", "messages": parts, "chat_template": TEMPLATE, "temperature": 0, "max_tokens": 4}
     line = {
         "custom_id": "line",
@@ -117,7 +118,8 @@ def test_parts_of_text_are_those_of_a_text_at_every_door(llm, tmp_path):
     whole = [{"role": "user", "content": "Hel\nlo"}]
     (other,) = llm.chat(whole, GREEDY, chat_template=TEMPLATE, show_progress=False)
     assert (chat.prompt_token_ids, chat.token_ids) == (other.prompt_token_ids, other.token_ids)
-    records = {record["custom_id"]: record for record in map(json.loads, (tmp_path / "out.jsonl").open())}
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    records = {record["custom_id"]: record for record in map(json.loads, lines)}
     assert records["own"]["num_prompt_tokens"] == len(chat.prompt_token_ids)
     assert records["line"]["response"]["body"]["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
 

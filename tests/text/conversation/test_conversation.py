@@ -11,6 +11,7 @@ from jaxinfer.text.chat_template import ChatTemplates
 from tests.text.chat_templates import TEMPLATES
 
 HI, SURE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "Sure?"}
+RESULT = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "dry"}
 SHOWS_ALL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 KNOWS_FOUR_ROLES = """{%- for m in messages %}
 {%- if m.role == 'system' %}<sys>{{ m.content }}{%- elif m.role == 'user' %}<user>{{ m.content }}
@@ -64,9 +65,6 @@ def text_of(templates):
 def call(*, content: Any = None, **function: Any) -> dict[str, Any]:
     made = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "weather", **function}}
     return {"role": "assistant", "content": content, "tool_calls": [made]}
-
-
-RESULT = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "dry"}
 
 
 # ---- what clients send along, or send back
@@ -181,6 +179,7 @@ SHOWS_A_FIRST_SYSTEM = """{%- if messages[0].role == 'system' %}<sys>{{ messages
         (SHOWS_A_FIRST_SYSTEM, [HI, {**INSTRUCTION, "role": "system"}], r"messages\[1\].role is 'system'"),
         (TEMPLATES["documents"], [INSTRUCTION, HI], r"messages\[0\].role is 'developer'.*leaves such a message out"),
         (KNOWS_FOUR_ROLES, [{"role": "function", "content": "dry"}], r"messages\[0\].role is 'function'.*tool, user"),
+        (SHOWS_A_FIRST_SYSTEM, [HI, RESULT], r"messages\[1\].role is 'tool'.*: assistant, system, user"),
         (KNOWS_FOUR_ROLES, [HI, {"role": "critic", "content": "Bad."}], r"messages\[1\].role is 'critic'"),
     ],
 )
