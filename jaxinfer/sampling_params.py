@@ -108,6 +108,8 @@ class SamplingParams:
     Samples and log-probabilities:
 
     * `n`: samples of one prompt, each a completion with its `sample_index`.
+    * `sample_index`: that of the first sample; the others count on from it. A sample of an earlier request goes on if
+      its tokens end the prompt, and `seed` and `sample_index` are its own.
     * `best_of`: generate this number of samples and return `n`, with the greatest sums of log-probabilities, best
       first. They come out when all have ended. None is off.
     * `log_probs`: alternatives to report per token, besides the sampled one.
@@ -129,6 +131,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    sample_index: int = 0
     best_of: int | None = None
     max_tokens: int = 128
     min_tokens: int = 0
@@ -162,6 +165,11 @@ class SamplingParams:
         require_int("n", self.n, 1)
         if self.best_of is not None:
             require_int("best_of", self.best_of, self.n)
+        require_int("sample_index", self.sample_index, 0)
+        last = MAX_INT - self.num_samples
+        require(
+            self.sample_index <= last, "sample_index", self.sample_index, f"at most {last}, for the last sample too"
+        )
         require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         are_alike = isinstance(self.min_tokens, TotalLength) == isinstance(self.max_tokens, TotalLength)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,6 +33,35 @@ def clear_compiled() -> None:
     gc.collect()
 
 
+class KeptProcessor:
+    """A logits processor whose compiled steps are kept on disk, by its source; those of users are not.
+
+    The source may use nothing but `jax` and `jax.numpy`, whose versions are in every key.
+    """
+
+    def __init__(self, function: Callable[..., jax.Array]) -> None:
+        self._function, self._source = function, inspect.getsource(function)
+
+    def __call__(self, *args: jax.Array) -> jax.Array:
+        return self._function(*args)
+
+    def __repr__(self) -> str:
+        return self._source
+
+
+@contextlib.contextmanager
+def kept_processors() -> Iterator[None]:
+    """Steps that are compiled meanwhile with processors of this kind alone are kept on disk."""
+
+    def has_other(statics: Mapping[str, Any]) -> bool:
+        custom = [each for value in statics.values() for each in getattr(value, "custom", ())]
+        return not all(isinstance(each, KeptProcessor) for each in custom)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executable_cache, "_has_custom", has_other)
+        yield
+
+
 @contextlib.contextmanager
 def compiled_once() -> Iterator[None]:
     """Steps that are compiled meanwhile are those that an earlier engine of this process has compiled, if any has."""
@@ -44,7 +74,7 @@ def compiled_once() -> Iterator[None]:
             _compiled[key] = executable_cache.compile_or_load(function, *args, **statics)
         return _compiled[key]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with kept_processors(), pytest.MonkeyPatch.context() as patch:
         for module in (step_compiler, draft_heads, draft_model, hidden_states):
             patch.setattr(module, "compile_or_load", compile_once)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from jaxinfer.batch_job.records import (
     completion_line,
     error_line,
     error_of,
+    is_of_line,
     read_requests,
     refusal_line,
 )
@@ -30,16 +32,20 @@ from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
-from jaxinfer.validation import as_bool, require_int
+from jaxinfer.validation import as_bool, require_int, shown
 
 if TYPE_CHECKING:
     from jaxinfer.engine.async_llm import AsyncLLM
     from jaxinfer.engine.frontend.admission import Prompt
+    from jaxinfer.engine.frontend.sample_group import SampleGroup
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.request.completion import Completion, Delta
     from jaxinfer.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 MAX_IN_FLIGHT = 128
+ADAPTER_DIGEST_LEN = 16  # hexadecimal digits, of an adapter in a record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +118,9 @@ def run_batch(
     record from the output; to repeat all that have failed, delete the file at `errors_path`.
 
     Raises ValueError, with the output unchanged, if the input has another format or encoding, or if another job uses
-    the output or it cannot be locked. The same holds if a record's `made_by` differs from `llm.identity()` and the
-    input line's digest. Raises OSError if a record cannot be written; run the job again then.
+    the output or it cannot be locked. The same holds if a record has changed since it was written, or if its `made_by`
+    differs from `llm.identity()`, the adapter that is loaded by its name, and the input line's digest. Raises OSError
+    if a record cannot be written; run the job again then.
     """
     show_progress = as_bool("show_progress", show_progress)
     check_job(input_path, output_path, errors_path=errors_path, max_in_flight=max_in_flight, shard=shard)
@@ -147,14 +154,21 @@ def run_job(
 ) -> Summary:
     """Runs a job on any engine, as `run_batch` does on that of an `LLM`; `observe` is called after each record."""
     identity = engine.identity()
+    loaded = {name: digest[:ADAPTER_DIGEST_LEN] for name, digest in engine.adapter_digests().items()}
     file = shard.path(output_file)
     with ExitStack() as files:
         output = files.enter_context(open_output(file))
-        done = output.read_done(identity)
+        done = output.read_done(identity, loaded)
         errors = output
         if errors_file is not None:
             errors = files.enter_context(open_output(shard.path(errors_file)))
-            done = _join_errors(done, errors.read_done(identity), file, shard.path(errors_file))
+            failed = errors.read_done(identity, loaded)
+            done = _join_errors(done, failed, file, shard.path(errors_file))
+        if missing := sorted({*output.adapters, *errors.adapters} - loaded.keys()):
+            raise ValueError(
+                f"{file} was made with the adapter {shown(missing[0])}, which is not loaded; nothing was changed, load"
+                " it, or give another output"
+            )
         with open_lines(source, shard) as lines:
             num_requests = match_lines(lines, done, source, file)
         for each in dict.fromkeys((output, errors)):
@@ -223,10 +237,17 @@ def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:
 
 
 class InFlight(NamedTuple):
-    """A request in the engine, and the form of its answer if it is a conversation."""
+    """A request in the engine, the form of its answer if it is a conversation, and its adapter as in its record."""
 
     request_id: int
     chats: Chats | None
+    adapter: Mapping[str, str]
+
+    @classmethod
+    def of(cls, samples: SampleGroup, chats: Chats | None) -> InFlight:
+        adapter = samples.requests[0].adapter
+        told = {} if adapter is None else {"adapter": f"{adapter.name}={adapter.digest[:ADAPTER_DIGEST_LEN]}"}
+        return cls(samples.request_id, chats, told)
 
 
 class JobEngine(Protocol):
@@ -256,6 +277,10 @@ class JobEngine(Protocol):
         """Returns the properties that determine the text of a request."""
         ...
 
+    def adapter_digests(self) -> Mapping[str, str]:
+        """Returns the digests of the loaded adapters, by name."""
+        ...
+
     def begin(self, request: JobRequest) -> InFlight:
         """Gives the engine a request; ValueError if it cannot be honoured, QueueFullError if there is no room."""
         ...
@@ -270,10 +295,10 @@ class JobEngine(Protocol):
 
 
 class Refusal(NamedTuple):
-    """A request for which the engine's queue had no room."""
+    """A request that the engine has refused after `begin`, such as for want of room in its queue."""
 
     request_id: int
-    error: QueueFullError
+    error: QueueFullError | ValueError
 
 
 class _SteppedEngine:
@@ -299,6 +324,10 @@ class _SteppedEngine:
     def identity(self) -> dict[str, str]:
         return self._llm.identity()
 
+    def adapter_digests(self) -> dict[str, str]:
+        with self._llm.engine() as engine:
+            return engine.adapter_digests
+
     def begin(self, request: JobRequest) -> InFlight:
         if request.body is not None:
             # The extra that the line was read with.
@@ -310,7 +339,7 @@ class _SteppedEngine:
         with self._llm.engine() as engine:
             samples = engine.admit(prompt, params, **options)
             engine.submit(samples, self._deltas.append)
-            return InFlight(samples.request_id, chats)
+            return InFlight.of(samples, chats)
 
     def outputs(self) -> Iterator[Delta]:
         with self._llm.engine() as engine:
@@ -370,7 +399,7 @@ class _Job:
         self._output, self._errors = output, errors
         self._progress, self._observe = progress, observe
         self._is_table = is_table
-        self._in_flight: dict[int, tuple[JobRequest, Chats | None]] = {}
+        self._in_flight: dict[int, tuple[JobRequest, InFlight]] = {}
         self._held_back: deque[JobRequest] = deque()  # wait until the engine has room
         self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
 
@@ -399,44 +428,60 @@ class _Job:
             if entry.is_openai and self._is_table:
                 raise ValueError("OpenAI's batch format has no columns for a Parquet file; name the output .jsonl")
             try:
-                request_id, chats = self._engine.begin(entry)
-                self._in_flight[request_id] = entry, chats
+                begun = self._engine.begin(entry)
+                self._in_flight[begun.request_id] = entry, begun
             except QueueFullError as error:
                 if self._in_flight or self._engine.may_make_room:  # these make room when they end
                     self._held_back.appendleft(entry)
                     return True
                 self._refuse(entry, error)
-            except ValueError as error:
+            except Exception as error:
                 self._refuse(entry, error)
         return True
 
     def _step(self) -> None:
         for output in self._engine.outputs():
             if isinstance(output, Refusal):
-                self._held_back.append(self._in_flight.pop(output.request_id)[0])
+                request, _ = self._in_flight.pop(output.request_id)
+                if isinstance(output.error, QueueFullError):
+                    self._held_back.append(request)
+                else:
+                    self._refuse(request, output.error)
                 continue
             if output.completion is not None:
                 self._take(output.request_id, output.completion)
 
     def _take(self, request_id: int, completion: Completion) -> None:
-        request, chats = self._in_flight[request_id]
+        request, begun = self._in_flight[request_id]
         completions = self._completions.setdefault(request_id, [])
         completions.append(completion)
         self._progress.num_tokens += len(completion.token_ids)
         if len(completions) == request.sampling_params.n:
             del self._in_flight[request_id]
-            completions = in_order(self._completions.pop(request_id), request.sampling_params)
-            self._record_completions(request, completions if chats is None else chats.answered(completions))
+            self._record_completions(
+                request, begun, in_order(self._completions.pop(request_id), request.sampling_params)
+            )
 
-    def _record_completions(self, request: JobRequest, completions: list[Completion]) -> None:
+    def _record_completions(self, request: JobRequest, begun: InFlight, completions: list[Completion]) -> None:
         # Another caller has aborted it, so it gets no record and the next run repeats it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
         has_error = error_of(completions) is not None
-        record = completion_line(request, completions, self._identity, self._engine.tokenizer)
+        try:
+            completions = completions if begun.chats is None else begun.chats.answered(completions)
+            identity = {**self._identity, **begun.adapter}
+            record = completion_line(request, completions, identity, self._engine.tokenizer)
+        except Exception as error:
+            self._refuse(request, error)
+            return
         self._record(self._errors if has_error else self._output, record, has_error=has_error)
 
     def _refuse(self, request: JobRequest, error: Exception) -> None:
+        """Records the error of a line; raises one that is not the line's own."""
+        if not isinstance(error, QueueFullError) and not is_of_line(error):
+            raise error
+        if not isinstance(error, QueueFullError | ValueError):
+            logger.exception("line %d has failed", request.line, exc_info=error)
         self._record(self._errors, refusal_line(request, error, self._identity), has_error=True)
 
     def _record(self, file: OutputFile | ConvertedOutput, record: bytes, *, has_error: bool) -> None:

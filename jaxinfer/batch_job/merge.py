@@ -41,12 +41,12 @@ def merge_shards(input_path: str | Path, output_path: str | Path, *, errors_path
     with spool(file) as joined, ExitStack() as files:
         # By the index of a shard, whose errors come second.
         parts = [*shards, *((shard, shard.path(errors)) for shard, _ in shards if errors is not None)]
-        records, identity = _join(parts, joined)
+        records, identity, adapters = _join(parts, joined)
         num_requests = _check_complete(source, shards, records)
         kinds = [(file, None)] if errors is None else [(file, False), (errors, True)]
         outputs = [(files.enter_context(open_output(path)), path, kind) for path, kind in kinds]
         for output, path, _ in outputs:
-            done = output.read_done(identity)
+            done = output.read_done(identity, adapters)
             with open_lines(source) as lines:
                 match_lines(lines, done, source, path)
         for output, _, kind in outputs:
@@ -58,23 +58,28 @@ def merge_shards(input_path: str | Path, output_path: str | Path, *, errors_path
     return Merged(num_requests, sum(done.has_error for done, _ in records.values()))
 
 
-def _join(shards: list[tuple[Shard, File]], joined: BinaryIO) -> tuple[dict[int, tuple[Done, int]], Mapping[str, str]]:
-    """Appends all records to one file; returns them by input line with their shards' indices, and their `made_by`."""
+def _join(
+    shards: list[tuple[Shard, File]], joined: BinaryIO
+) -> tuple[dict[int, tuple[Done, int]], Mapping[str, str], Mapping[str, str]]:
+    """Appends all records to one file; returns them by input line with their shards' indices.
+
+    With them come the engine's identity and the adapters that all of them name.
+    """
     records: dict[int, tuple[Done, int]] = {}
-    identity = None
+    identity, adapters = None, {}
     for shard, path in shards:
         if not path.exists():
             continue
         with open_output(path) as file:
-            done = file.read_done(identity)
-            identity = file.identity
+            done = file.read_done(identity, adapters)
+            identity, adapters = file.identity, file.adapters
             joined.writelines(file.records())
         if twice := done.keys() & records.keys():
             line = min(twice)
             other = next(other for shard, other in shards if shard.index == records[line][1])
             raise ValueError(f"{path} and {other} both have a record of line {line}; delete the file of another job")
         records |= {line: (record, shard.index) for line, record in done.items()}
-    return records, identity or {}
+    return records, identity or {}, adapters
 
 
 def _check_complete(input_path: File, shards: list[tuple[Shard, File]], records: dict[int, tuple[Done, int]]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.validation import MAX_INT, shown
 
@@ -88,9 +89,12 @@ def result_of(
 
 def refusal_of(digest: str, body: ChatBody | CompletionBody, error: Exception, message: str) -> dict[str, Any]:
     """Returns the keys `id`, `response` and `error` of a request that was refused, with the server's answer to it."""
-    from jaxinfer.openai.errors import refusal_of
+    from jaxinfer.openai.errors import RefusedError, refusal_of
 
-    refused = refusal_of(error, message, type(body).model_fields)
+    if isinstance(error, ValueError | QueueFullError):
+        refused = refusal_of(error, message, type(body).model_fields)
+    else:
+        refused = RefusedError(500, message, kind="server_error")
     return failure_of(digest, str(refused), refused.status, refused.kind, refused.param, refused.code)
 
 

@@ -9,12 +9,13 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
 from jaxinfer.batch_job.files import File, RemoteFile, replace_file, spool
 from jaxinfer.batch_job.formats import is_plain, read_records, require_format, write_records
-from jaxinfer.batch_job.records import RECORD_START, Record, digest_of, line_of_record, parse_record
+from jaxinfer.batch_job.records import RECORD_START, DamagedError, Record, digest_of, line_of_record, parse_record
 
 FSYNC_SECONDS = 5.0  # A power cut may lose them. A killed process loses nothing: each record is written at once.
 # A part is uploaded when one of these is reached, because remote files cannot grow. A killed process loses the rest.
@@ -54,6 +55,7 @@ class OutputFile:
         self._complete_bytes = 0
         self._synced_at = time.monotonic()
         self.identity: Mapping[str, str] | None = None
+        self.adapters: dict[str, str] = {}
         self._last_line, self._is_sorted = 0, True  # of the records in the file
 
     def _open(self) -> int:
@@ -85,16 +87,19 @@ class OutputFile:
     def has_records(self) -> bool:
         return os.fstat(self._fd).st_size > 0
 
-    def read_done(self, identity: Mapping[str, str] | None = None) -> dict[int, Done]:
+    def read_done(
+        self, identity: Mapping[str, str] | None = None, adapters: Mapping[str, str] | None = None
+    ) -> dict[int, Done]:
         """Returns the records by input line; ValueError for an invalid record or one of another engine identity.
 
-        Without an `identity`, it is that of the first record.
+        Without an `identity`, it is that of the first record. `adapters` has the digest of each adapter by name, as far
+        as it is known, and `self.adapters` then has those of the records too.
         """
         done: dict[int, Done] = {}
-        self.identity = identity
+        self.identity, self.adapters = identity, dict(adapters or {})
         self._complete_bytes = 0
         with self._reader() as file:
-            for number, (record, raw) in enumerate(_checked(_lines(file), self._path, identity), 1):
+            for number, (record, raw) in enumerate(_checked(_lines(file), self._path, identity, self.adapters), 1):
                 if record.line in done:
                     raise _refusal(self._path, number, f"is a second record of input line {record.line}")
                 self.identity = record.identity
@@ -179,6 +184,7 @@ class RemoteParts:
         self._waiting = bytearray()  # records that are not uploaded
         self._uploaded_at = time.monotonic()
         self.identity: Mapping[str, str] | None = None
+        self.adapters: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -190,13 +196,15 @@ class RemoteParts:
     def has_records(self) -> bool:
         return bool(self._parts or self._waiting)
 
-    def read_done(self, identity: Mapping[str, str] | None = None) -> dict[int, Done]:
+    def read_done(
+        self, identity: Mapping[str, str] | None = None, adapters: Mapping[str, str] | None = None
+    ) -> dict[int, Done]:
         """Returns the records by input line; ValueError for an invalid record or one of another engine identity."""
         done: dict[int, Done] = {}
-        self.identity = identity
+        self.identity, self.adapters = identity, dict(adapters or {})
         for part in self._parts:
             with part.open() as file:
-                for record, _ in _checked(_lines(file), part, self.identity):
+                for record, _ in _checked(_lines(file), part, self.identity, self.adapters):
                     self.identity = record.identity
                     done.setdefault(record.line, Done(record.digest, record.has_error))
         return done
@@ -241,6 +249,7 @@ class ConvertedOutput:
         self._file = file
         self._journal = journal
         self.identity: Mapping[str, str] | None = None
+        self.adapters: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -250,14 +259,17 @@ class ConvertedOutput:
             if not self._journal.has_records:
                 self._journal.remove()
 
-    def read_done(self, identity: Mapping[str, str] | None = None) -> dict[int, Done]:
+    def read_done(
+        self, identity: Mapping[str, str] | None = None, adapters: Mapping[str, str] | None = None
+    ) -> dict[int, Done]:
         """Returns the records by input line; ValueError for an invalid record or one of another engine identity."""
         done: dict[int, Done] = {}
-        for record, _ in _checked(self._finished(), self._file, identity):
+        adapters = dict(adapters or {})
+        for record, _ in _checked(self._finished(), self._file, identity, adapters):
             identity = record.identity
             done.setdefault(record.line, Done(record.digest, record.has_error))
-        done = self._journal.read_done(identity) | done
-        self.identity = self._journal.identity
+        done = self._journal.read_done(identity, adapters) | done
+        self.identity, self.adapters = self._journal.identity, self._journal.adapters
         return done
 
     def _finished(self) -> Iterator[bytes]:
@@ -337,10 +349,13 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
         yield start if start != RECORD_START else start + file.readline()
 
 
-def _checked(raws: Iterable[bytes], file: File, identity: Mapping[str, str] | None) -> Iterator[tuple[Record, bytes]]:
+def _checked(
+    raws: Iterable[bytes], file: File, identity: Mapping[str, str] | None, adapters: dict[str, str]
+) -> Iterator[tuple[Record, bytes]]:
     """Yields the records up to one that is half-written, which must be the last.
 
     ValueError for an invalid record or one of another engine identity. Without an `identity` it is that of the first.
+    A record's adapter must be that of its name in `adapters`, which gets those that it does not have.
     """
     raws = iter(raws)
     for number, raw in enumerate(raws, 1):
@@ -350,11 +365,18 @@ def _checked(raws: Iterable[bytes], file: File, identity: Mapping[str, str] | No
             return
         try:
             record = parse_record(raw)
+        except DamagedError as error:
+            way_out = "delete the line to compute it again, or give another output"
+            raise _refusal(file, number, f"is {error}", way_out) from None
         except ValueError as error:
             raise _refusal(file, number, f"is {error}") from None
         identity = identity or record.identity
-        for aspect in sorted(identity.keys() | record.identity.keys()):
-            there, here = record.identity.get(aspect), identity.get(aspect)
+        pairs = [(name, record.identity.get(name), identity.get(name)) for name in {*identity, *record.identity}]
+        pairs += [
+            ("adapter", f"{name}={digest}", f"{name}={adapters.setdefault(name, digest)}")
+            for name, digest in record.adapters.items()
+        ]
+        for aspect, there, here in sorted(pairs, key=itemgetter(0)):
             if there != here:
                 reason = f"was made with {aspect}={there}, and this run has {aspect}={here}"
                 raise _refusal(file, number, reason, f"go on with {aspect}={there} or give another output")

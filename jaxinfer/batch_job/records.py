@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 PARAMETERS = tuple(parameter.name for parameter in dataclasses.fields(SamplingParams))
 DEFAULTS = SamplingParams()
 SEED_BYTES = 8  # SamplingParams.seed has 64 bits
-DIGEST_BYTES = 8  # of an input line
+DIGEST_BYTES = 8  # of an input line, and of a record
 
 # Keys of a line with messages: arguments of `LLM.chat`, as `OPTIONS` are for any line.
 RENDERING = (
@@ -36,6 +37,10 @@ OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction", "adapte
 OK = 200  # the HTTP status of a result in OpenAI's format
 # Each output line begins with this, which tells an incomplete record from a foreign file.
 RECORD_START = b'{"line": '
+# Each ends with a digest of all before it.
+SEAL = b', "record": "%s"}}\n'
+SEAL_START, SEAL_END = SEAL.split(b"%s")
+OLD_ADAPTERS = re.compile("(.+?)=([0-9a-f]+)(?:, |$)")  # in records that have all adapters of the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +74,17 @@ class InvalidLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A line of the output: its input line's number and digest, the engine's identity, and `has_error`."""
+    """A line of the output: its input line's number and digest, the engine's identity, and `has_error`.
+
+    `adapters` has the digest of the adapter that the line was computed with, by its name. In records of earlier
+    versions it has all adapters that the engine had.
+    """
 
     line: int
     digest: str
     identity: dict[str, str]
     has_error: bool
+    adapters: dict[str, str] = field(default_factory=dict)
 
 
 def digest_of(raw: bytes) -> str:
@@ -113,9 +123,24 @@ def parse_request(raw: bytes, line: int, defaults: SamplingParams = DEFAULTS) ->
     try:
         fields = _object(parse_line(raw))
         return _request(fields, line, digest, defaults)
-    # math.isfinite raises OverflowError for integers beyond float64, which JSON can write.
-    except (ValueError, OverflowError) as error:
-        return _invalid(line, _custom_id(fields), digest, str(error), is_openai_line(fields))
+    except Exception as error:
+        if not is_of_line(error):
+            raise
+        return _invalid(line, _custom_id(fields), digest, message_of(error), is_openai_line(fields))
+
+
+def is_of_line(error: Exception) -> bool:
+    """True if an error while a line is read, begun or written is the line's own, and no failure of engine or machine.
+
+    Such an error would come again each time. So it is recorded for its line, and the job goes on.
+    """
+    return isinstance(error, RecursionError) or not isinstance(error, MemoryError | OSError | RuntimeError)
+
+
+def message_of(error: Exception) -> str:
+    """Returns the reason in an error of a line; the type is told of errors that were not foreseen."""
+    is_foreseen = isinstance(error, ValueError | OverflowError | RuntimeError)
+    return str(error) if is_foreseen else f"the request has failed with {type(error).__name__}: {error}"
 
 
 def _invalid(line: int, custom_id: str | None, digest: str, message: str, is_openai: bool) -> InvalidLine:
@@ -150,7 +175,7 @@ def completion_line(
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
     if request.is_openai:
         record |= result_of(request.digest, request.body, completions, tokenizer)
-        return format_record(record | {"made_by": {**identity, "line": request.digest}})
+        return _sealed(record, identity, request.digest)
     if request.sampling_params.n == 1:
         record |= _sample(request, completions[0])
     else:
@@ -159,7 +184,7 @@ def completion_line(
     record["seed"] = completions[0].seed
     if error is not None:
         record["error"] = error
-    return format_record(record | {"made_by": {**identity, "line": request.digest}})
+    return _sealed(record, identity, request.digest)
 
 
 def error_of(completions: Iterable[Completion]) -> str | None:
@@ -200,7 +225,7 @@ def error_line(entry: InvalidLine, message: str, identity: Mapping[str, str]) ->
 
 def refusal_line(request: JobRequest, error: Exception, identity: Mapping[str, str]) -> bytes:
     """Formats the record of a request that the engine has refused, line end included."""
-    message = str(error).removeprefix("conversation 0: ")  # a line has one
+    message = message_of(error).removeprefix("conversation 0: ")  # a line has one
     failure = refusal_of(request.digest, request.body, error, message) if request.is_openai else {"error": message}
     return _failure_line(request, failure, identity)
 
@@ -215,7 +240,18 @@ def unanswered_line(raw: bytes, line: int, identity: Mapping[str, str], code: st
 
 def _failure_line(entry: JobRequest | InvalidLine, failure: dict[str, Any], identity: Mapping[str, str]) -> bytes:
     record = {"line": entry.line, "custom_id": entry.custom_id, **failure}
-    return format_record(record | {"made_by": {**identity, "line": entry.digest}})
+    return _sealed(record, identity, entry.digest)
+
+
+def _sealed(record: dict[str, Any], identity: Mapping[str, str], digest: str) -> bytes:
+    """Formats a record with its identity, the digest of its line, and in the end a digest of all that."""
+    content = format_record(record | {"made_by": {**identity, "line": digest}}).removesuffix(b"}}\n")
+    return content + SEAL % _seal_of(content).encode()
+
+
+def _seal_of(content: bytes) -> str:
+    # A table has half a surrogate pair as its escape, and so one backslash more.
+    return blake2b(content.replace(rb"\\", b"\\"), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def line_of_record(raw: bytes) -> int:
@@ -223,8 +259,12 @@ def line_of_record(raw: bytes) -> int:
     return int(raw[len(RECORD_START) : raw.index(b",")])
 
 
+class DamagedError(ValueError):
+    """A record has changed since it was written."""
+
+
 def parse_record(raw: bytes) -> Record:
-    """Parses an output line; ValueError if this module has not written it."""
+    """Parses an output line; ValueError if this module has not written it, DamagedError if it has changed since."""
     record: dict[str, Any] = {}
     if raw.startswith(RECORD_START):
         with contextlib.suppress(ValueError):
@@ -236,11 +276,19 @@ def parse_record(raw: bytes) -> Record:
     made_by = record.get("made_by")
     if not isinstance(made_by, dict) or not isinstance(made_by.get("line"), str):
         raise ValueError("a record of an older version, which does not tell what it was made by")
+    # Records of earlier versions have none.
+    if (seal := made_by.pop("record", None)) is not None:
+        content, start, end = raw.rpartition(SEAL_START)
+        if not start or end != f"{seal}".encode() + SEAL_END or seal != _seal_of(content):
+            raise DamagedError("a damaged record: its digest is not that of its contents")
+    name, is_used, digest = made_by.pop("adapter", "").rpartition("=")
+    adapters = dict(OLD_ADAPTERS.findall(made_by.pop("adapters", ""))) | ({name: digest} if is_used else {})
     # OpenAI's format has the errors of requests in their responses.
     response = record.get("response")
     status = response.get("status_code", OK) if isinstance(response, dict) else OK
     has_error = record.get("error") is not None or status != OK
-    return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error=has_error)
+    digest = made_by.pop("line")
+    return Record(line=line, digest=digest, identity=made_by, has_error=has_error, adapters=adapters)
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -42,9 +42,9 @@ SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transforme
 ROWS_COMPARED_AT_ONCE = 4096
 
 
-def open_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
-    """Returns the checkpoint at the place that `resolve_checkpoint` finds; opens none of its files yet."""
-    return Checkpoint(resolve_checkpoint(path_or_id, patterns))
+def open_checkpoint(path_or_id: str | Path | Checkpoint, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
+    """Returns the checkpoint at the place that `resolve_checkpoint` finds, or the given one; opens no file yet."""
+    return path_or_id if isinstance(path_or_id, Checkpoint) else Checkpoint(resolve_checkpoint(path_or_id, patterns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,25 +272,39 @@ class Checkpoint:
         return anew
 
     def forget(self) -> None:
-        """Frees what was read; a later use reads it again."""
-        for name in vars(self).keys() - {"path"}:
+        """Frees what was read but the digests of files; a later use reads it again."""
+        for name in vars(self).keys() - {"path", "_digests"}:
             del vars(self)[name]
 
     def digest(self, others: Iterable[str] = ()) -> str:
         """Returns a digest of all weights, of config.json and of the `others` that are there; or of the one file.
 
-        It is that of the same files under any other name and place. It reads every byte, at the speed of the disk or
-        1 GB/s, each time.
+        It is that of the same files under any other name and place. The first call reads every byte, at the speed of
+        the disk or 1 GB/s. Later ones read the files whose size or time of change is another one.
         """
         files = [self.path]
         if not self.path.is_file():
             files = sorted([self.config_file, *self.path.glob("*.safetensors"), *self._present(others)])
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            digests = list(pool.map(_digest, files))
+            digests = list(pool.map(self._digest_of, files))
         whole = hashlib.blake2b(digest_size=32)
         for file, digest in zip(files, digests, strict=True):
             whole.update(f"{file.name} {digest}\n".encode())
         return whole.hexdigest()
+
+    def _digest_of(self, file: Path) -> str:
+        state = _state_of(file)
+        known_state, digest = self._digests.get(file, (None, ""))
+        if known_state != state:
+            # A change while it is read has another time than `state`, so the next call reads the file again.
+            digest = _digest(file)
+            self._digests[file] = state, digest
+        return digest
+
+    @cached_property
+    def _digests(self) -> dict[Path, tuple[tuple[int, int], str]]:
+        """The digest of each file that was read, with the state that the file had before."""
+        return {}
 
     def file_sizes(self, others: Iterable[str] = ()) -> list[tuple[str, int]]:
         """Returns names and bytes of the files that have the model, and of the `others` that are there."""

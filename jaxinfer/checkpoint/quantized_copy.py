@@ -82,7 +82,7 @@ class _Entry(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def require_copyable(source: str | Path, target: str | Path, scheme: str) -> tuple[Checkpoint, Path]:
+def require_copyable(source: str | Path | Checkpoint, target: str | Path, scheme: str) -> tuple[Checkpoint, Path]:
     """Returns a checkpoint, and the folder of its copy; raises ValueError for a checkpoint that cannot be copied."""
     require(isinstance(scheme, str) and scheme in SCHEMES, "scheme", scheme, f"one of {', '.join(SCHEMES)}")
     checkpoint, target = open_checkpoint(source), Path(target)
@@ -98,14 +98,14 @@ def require_copyable(source: str | Path, target: str | Path, scheme: str) -> tup
 
 
 def write_quantized(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     target: str | Path,
     scheme: str,
     *,
     calibration: np.ndarray | None = None,
     show_progress: bool = False,
 ) -> Path:
-    """Writes a copy of a checkpoint in floating point, a folder or Hub id, whose weights are quantized.
+    """Writes a copy of a checkpoint in floating point, open or a folder or Hub id, whose weights are quantized.
 
     `scheme` is a name of SCHEMES. With `calibration`, token ids i32[B, T] of texts, weights are rounded by GPTQ (see
     `jaxinfer.quantization.gptq`) for the inputs that they get from these texts in the layers rounded so far.

@@ -69,17 +69,31 @@ class _Parser(argparse.ArgumentParser):
 def run() -> NoReturn:
     """Runs this process's command and ends the process.
 
-    After Ctrl-C or a mistake it ends at once; otherwise the process would wait for the compiler, which cannot stop.
+    After Ctrl-C or a mistake it ends at once; otherwise the process would wait for the compiler, which cannot stop. So
+    does a server, which is told to end within seconds. Other commands wait: the next process finds the steps on disk.
     """
     if sys.stderr is None:  # closed; print(file=None) would write to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  up to the end of the process
-    status = main()
-    if status in (0, EXIT_FAULTS):
+    is_server = sys.argv[1:2] == ["serve"]
+    try:
+        status = main()
+    except Exception as error:
+        if not is_server:
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = EXIT_FAULTS
+    if status in (0, EXIT_FAULTS) and not (is_server and _is_compiling()):
         sys.exit(status)
     if sys.stdout is not None:
         sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _is_compiling() -> bool:
+    from jaxinfer.engine.execution.compiled_steps import is_compiling
+
+    return is_compiling()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from jaxinfer.config import Parallelism
 HELP = {
     "samples and their length": {
         "n": "samples to draw of the prompt",
+        "sample_index": "index of the first sample, to go on with one of an earlier request",
         "best_of": "draw this many samples and give the n most probable",
         "max_tokens": "most tokens to generate",
         "min_tokens": "no stop token or string before this many tokens",

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         options = {**numbers, "show_progress": not arguments.quiet}
         calibration = _calibration(checkpoint, target, arguments.calibration, **options)
     options = {"calibration": calibration, "show_progress": not arguments.quiet}
-    write_quantized(source, target, arguments.scheme, **options)
+    write_quantized(checkpoint, target, arguments.scheme, **options)
     if not arguments.quiet:
         before, after = (
             sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6 for folder in (source, target)

@@ -297,10 +297,13 @@ class AsyncLLM:
         def send_whole(item: Delta | Exception) -> None:
             if isinstance(item, Exception) or item.completion is not None:
                 reader.send(item)
+            else:
+                reader.require_loop()
 
         def submit(engine: Engine) -> None:
             engine.require_room(sum(len(samples.requests) for samples in groups))
             for samples in groups:
+                samples.while_held_back = reader.require_loop
                 engine.submit(samples, send_whole if are_whole else reader.send)
 
         stream = Stream(groups, reader, self._thread)
@@ -322,7 +325,8 @@ class AsyncLLM:
 class Stream:
     """The deltas of one prompt or several, as they come; the last delta of a sample carries its completion.
 
-    The end of an `async with`, or `close`, ends the requests that are unfinished and frees their pages.
+    The end of an `async with`, or `close`, ends the requests that are unfinished and frees their pages. So does an
+    exception that the iteration raises; the iteration is then over.
     """
 
     def __init__(self, groups: Sequence[SampleGroup], reader: _Reader, thread: EngineThread) -> None:
@@ -337,8 +341,16 @@ class Stream:
     async def __anext__(self) -> Delta:
         if not self._num_to_come:
             raise StopAsyncIteration
-        delta = await self._reader.receive()
+        try:
+            delta = await self._reader.receive()
+        except Exception:
+            await self.close()
+            raise
+        if delta is None:
+            raise StopAsyncIteration
         self._num_to_come -= delta.completion is not None
+        if not self._num_to_come:
+            self._reader.close()
         return delta
 
     async def __aenter__(self) -> Self:
@@ -351,6 +363,7 @@ class Stream:
         """Ends the requests that are unfinished, without waiting for their end."""
         if self._num_to_come:
             self._num_to_come = 0
+            self._reader.close()
             self._thread.call(self._drop)
 
     def _drop(self, engine: Engine) -> None:
@@ -376,6 +389,11 @@ class _DeltaQueue:
                 self._is_waking = False
                 raise
 
+    def require_loop(self) -> None:
+        """Raises RuntimeError if the event loop is closed, so that nothing can wait for a delta."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop of this request is closed")
+
     def _deliver(self) -> None:
         self._is_waking = False  # before the items are taken: what comes from here on wakes the loop again
         while self._items:
@@ -391,6 +409,8 @@ class _Reader:
         self._max_unread_tokens = max_unread_tokens
         self._items: deque[Delta | Exception] = deque()
         self._has_items = asyncio.Event()
+        self._is_closed = False
+        self.require_loop = queue.require_loop  # the engine's thread asks while it has nothing to send
         self._num_sent, self._num_read = 0, 0  # tokens; the engine's thread writes the first, the loop the second
 
     def send(self, item: Delta | Exception) -> None:
@@ -412,10 +432,18 @@ class _Reader:
         self._items.append(item)
         self._has_items.set()
 
-    async def receive(self) -> Delta:
-        while not self._items:
+    def close(self) -> None:
+        """Lets every `receive` return, because no more is to be read."""
+        self._is_closed = True
+        self._has_items.set()
+
+    async def receive(self) -> Delta | None:
+        """Returns the next delta, or None after `close`; raises the exception that ends the request."""
+        while not self._items and not self._is_closed:
             self._has_items.clear()
             await self._has_items.wait()
+        if self._is_closed:
+            return None
         item = self._items.popleft()
         if isinstance(item, Exception):
             raise item

@@ -102,8 +102,8 @@ class Engine:
             show_progress=show_progress,
         )
         self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
-        self.answers = None if self.tokenizer is None else Answers(self.tokenizer)
         self._admission, self._scheduler = parts.admission, parts.scheduler
+        self.answers = None if self.tokenizer is None else Answers(self.tokenizer, self._admission.check_characters)
         self._warm_ups, self._runners, self._speculation = parts.warm_ups, parts.runners, parts.speculation
         self._pipelines = [
             Pipeline(parts.scheduler, runner, replica=index, on_failure=self._health.fail)
@@ -203,6 +203,11 @@ class Engine:
         """The names of the loaded adapters."""
         self.check()
         return tuple(adapter.name for adapter in self._admission.adapters.loaded)
+
+    @property
+    def adapter_digests(self) -> dict[str, str]:
+        """The digest of each loaded adapter, by its name."""
+        return {adapter.name: adapter.digest for adapter in self._admission.adapters.loaded}
 
     def read_adapter(self, path: str | Path) -> Adapter:
         """Reads an adapter for `load_adapter`; changes nothing in the engine. Raises ValueError if it does not fit."""

@@ -6,6 +6,7 @@ known: what an unknown key means for the result, no reader can tell.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,16 +16,16 @@ import numpy as np
 
 from jaxinfer.gguf.blocks import dequantize
 from jaxinfer.gguf.file import BlockTensor, GGUFFile
-from jaxinfer.validation import is_int, shown
+from jaxinfer.validation import is_int, is_real, shown
 
 Settings = dict[str, Any]
-# Token texts that end an answer whatever the metadata says, as in llama.cpp: it states one or two of them at most.
+# Texts of tokens that end an answer whatever the metadata says of them, as in llama.cpp: it names one or two at most,
+# and converters have called some of them normal text.
 ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
     *("</s>", "<eos>", "<|return|>", "<|call|>"),
 )
 NO_END, BESIDE = "<|end|>", "<|return|>"  # in GPT-OSS the first ends a message of several
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 BLOCK = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)")
 ATTENTION = "self_attn"
@@ -111,7 +112,7 @@ _CHOICE = {"expert_used_count": "num_experts_per_tok"}
 _UNUSED = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "pooling_type": (0,),
+    "pooling_type": (0, 1, 3),  # none, mean and last; a caller of `LLM.embed` chooses by itself
     "expert_count": (0,),
     "expert_used_count": (0,),
     "expert_shared_count": (0,),
@@ -246,10 +247,15 @@ def _rope(keys: _Keys, head_dim: int) -> Settings:
     settings: Settings = {"rope_theta": keys.get("rope.freq_base", 10_000.0)}
     if turned != head_dim:
         settings |= {"partial_rotary_factor": turned / head_dim}
-    factor = keys.get("rope.scaling.factor")
-    kind = keys.get("rope.scaling.type", "none" if factor is None else "linear")
+    factor = keys.get("rope.scaling.factor", 0.0)
+    if not is_real(factor) or not 0 <= factor < math.inf:
+        raise ValueError(
+            f"{keys.name}.rope.scaling.factor={shown(factor)} is no finite number from 0 on; convert the model again"
+        )
+    factor = factor or 1.0  # as in llama.cpp
+    kind = keys.get("rope.scaling.type", "linear")
     if kind == "linear":
-        settings |= {"rope_scaling": {"rope_type": kind, "factor": factor}}
+        settings |= {"rope_scaling": {"rope_type": kind, "factor": factor}} if factor != 1.0 else {}
     elif kind == "yarn":
         native = keys.get("rope.scaling.original_context_length")
         scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": native}
@@ -456,14 +462,8 @@ def _architecture(file: GGUFFile) -> tuple[str, Architecture]:
 
 
 def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    tokens, kinds = (metadata.get(f"tokenizer.ggml.{name}", ()) for name in ("tokens", "token_type"))
-    stated = [metadata[key] for key in END_KEYS if key in metadata]
+    tokens = metadata.get("tokenizer.ggml.tokens")
     texts = tokens if isinstance(tokens, tuple) else ()
     ends = {*ENDS} - ({NO_END} if BESIDE in texts else set())
-    special = [CONTROL, USER_DEFINED]
-    named = [
-        i
-        for i, text in enumerate(texts)
-        if text in ends and isinstance(kinds, np.ndarray) and i < len(kinds) and kinds[i] in special
-    ]
-    return list(dict.fromkeys([*stated, *named]))
+    stated = [metadata[key] for key in END_KEYS if key in metadata]
+    return list(dict.fromkeys([*stated, *(i for i, text in enumerate(texts) if text in ends)]))

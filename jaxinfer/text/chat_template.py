@@ -24,7 +24,7 @@ from jaxinfer.validation import as_bool, as_plain, as_tuple, cut, require, shown
 
 MAX_SECONDS = 1
 MAX_TRIAL_SECONDS = 3  # for the facts of a template, which renders some 30 short conversations
-NUM_KNOWN = 16  # templates with known facts
+NUM_KNOWN, MAX_KNOWN = 16, 2**18  # templates with known facts, and characters of each
 MAX_CHARACTERS = 2**24  # of a template and its variables, and of its text
 MAX_DEPTH = 100  # of a template's variables
 MAX_MESSAGE = 300  # characters of a template's own error
@@ -91,6 +91,8 @@ class ChatTemplates:
         if known is None:
             question = {"template": template, "special_tokens": self._special_tokens}
             known = TemplateFacts.from_json(self._ask(question, MAX_TRIAL_SECONDS))
+        if len(template) > MAX_KNOWN:
+            return known
         with self._facts_lock:
             self._facts[template] = known
             self._facts.move_to_end(template)

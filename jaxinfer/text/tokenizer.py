@@ -23,6 +23,9 @@ from jaxinfer.validation import MAX_INT, as_bool, as_plain, as_tuple, is_int, re
 logger = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 2**27  # of tokenizer.json and tokenizer.model; the largest published ones have 33 MB
+# Of a text to encode and of ids to decode. The library releases the interpreter's lock for batches alone, and computes
+# them on its own threads, for which a short text would wait behind long ones of other callers.
+MAX_LOCKED_LEN = 1_024
 # Arguments of `apply_chat_template` in transformers that ask for something else than ids or text.
 NOT_HONOURED = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -141,7 +144,9 @@ class Tokenizer:
                 f"text has half a surrogate pair, {text[error.start]!r}, at character {error.start}; "
                 "give text that can be written as UTF-8"
             ) from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= MAX_LOCKED_LEN:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def apply_chat_template(
         self,
@@ -184,19 +189,22 @@ class Tokenizer:
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def encode_chat(self, conversation: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-        """Returns the token ids of a conversation that a client sends.
+    def render_chat(self, conversation: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Returns the text of a conversation that a client sends, to be encoded without special tokens.
 
         The arguments are those of `ChatTemplates.render_chat`, with the same errors.
         """
-        return self.encode(self.chat_templates.render_chat(conversation, **arguments), add_special_tokens=False)
+        return self.chat_templates.render_chat(conversation, **arguments)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes without unknown ids, by default without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ids = as_tuple("token_ids", token_ids, "several token ids")
         require(all(map(is_int, ids)), "token_ids", token_ids, "several integers")
         skip_special_tokens = as_bool("skip_special_tokens", skip_special_tokens)
-        return self._backend.decode([i for i in ids if 0 <= i <= MAX_INT], skip_special_tokens=skip_special_tokens)
+        ids = [i for i in ids if 0 <= i <= MAX_INT]
+        if len(ids) <= MAX_LOCKED_LEN:
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def text_of(self, token_id: int) -> str:
         """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""

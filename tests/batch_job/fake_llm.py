@@ -6,11 +6,12 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.engine.request.request import QueueFullError
+from jaxinfer.engine.request.request import LoadedAdapter, QueueFullError
 from jaxinfer.text.answers.parts import Answer
 from jaxinfer.text.chat_template import ChatTemplates
 
@@ -26,11 +27,15 @@ class FakeTokenizer:
     def text_of(self, token_id: int) -> str:
         return f"t{token_id}"
 
-    def encode_chat(self, conversation: Any, **arguments: Any) -> str:
+    def render_chat(self, conversation: Any, **arguments: Any) -> str:
         if not conversation:
             raise ValueError("no messages")
         self.rendered = {"conversation": conversation, **arguments}
         return conversation[-1]["content"]
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> str:
+        assert not add_special_tokens  # the template writes them
+        return text
 
 
 class FakeAnswers:
@@ -38,6 +43,9 @@ class FakeAnswers:
 
     def __init__(self, tokenizer: FakeTokenizer) -> None:
         self.tokenizer = tokenizer
+
+    def check_text(self, name: str, text: str) -> None:
+        pass
 
     def form(self, *_: Any, **__: Any) -> FakeAnswers:
         return self
@@ -49,10 +57,20 @@ class FakeAnswers:
         return Answer(f"{len(token_ids)} tokens")
 
 
+def digest_of_adapter(path: str) -> str:
+    """Returns the digest of the adapter at a path, by which its contents are told apart."""
+    return blake2b(path.encode()).hexdigest()
+
+
 class FakeSamples(NamedTuple):
     request_id: int
     prompt: Any
     params: SamplingParams
+    adapter: LoadedAdapter | None = None
+
+    @property
+    def requests(self) -> tuple[FakeSamples, ...]:
+        return (self,)
 
 
 class FakeLLM:
@@ -94,17 +112,29 @@ class FakeLLM:
     def identity(self) -> dict[str, str]:
         return {"model": "fake", "dtype": "float32"}
 
+    @property
+    def adapter_digests(self) -> dict[str, str]:
+        return {name: digest_of_adapter(path) for name, path in self.loaded_adapters.items()}
+
     @contextlib.contextmanager
     def engine(self) -> Iterator[FakeLLM]:
         yield self
 
     def admit(
-        self, prompt: str | tuple[int, ...], sampling_params: SamplingParams, *, priority: str = "interactive"
+        self,
+        prompt: str | tuple[int, ...],
+        sampling_params: SamplingParams,
+        *,
+        priority: str = "interactive",
+        adapter: str | None = None,
     ) -> FakeSamples:
+        if adapter is not None and adapter not in self.loaded_adapters:
+            raise ValueError(f"adapter={adapter} is not loaded")
         if len(prompt) > MAX_PROMPT_TOKENS:
             raise ValueError(f"prompt has {len(prompt)} tokens")
         self.priorities.add(priority)
-        return FakeSamples(self.num_added + 1, prompt, sampling_params)
+        loaded = None if adapter is None else LoadedAdapter(adapter, 1, self.adapter_digests[adapter])
+        return FakeSamples(self.num_added + 1, prompt, sampling_params, loaded)
 
     def submit(self, samples: FakeSamples, sink: Callable[[Delta], Any]) -> int:
         if len(self._waiting) + samples.params.n > self._room:
@@ -131,7 +161,7 @@ class FakeLLM:
             tokens = self._tokens.setdefault(samples.request_id, [])
             tokens.append(random.Random(f"{samples.params.seed} {samples.prompt} {len(tokens)}").randrange(100))
             reason = "length" if len(tokens) == samples.params.max_tokens else None
-            sink(self._delta(*samples, (tokens[-1],), reason))
+            sink(self._delta(*samples[:3], (tokens[-1],), reason))
             if reason is not None:
                 self._end(samples.request_id)
         return [samples.request_id for samples, _ in running] or None
@@ -145,7 +175,7 @@ class FakeLLM:
     def abort(self, request_id: int) -> None:
         for samples, sink in [entry for entry in self._waiting if entry[0].request_id == request_id]:
             self._end(request_id)
-            sink(self._delta(*samples, token_ids=(), finish_reason="abort"))
+            sink(self._delta(*samples[:3], token_ids=(), finish_reason="abort"))
 
     def step(self) -> list[Delta]:
         self.advance()

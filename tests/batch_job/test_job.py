@@ -288,6 +288,164 @@ def test_an_output_of_a_version_that_did_not_tell_what_made_it_is_refused(folder
         run(folder)
 
 
+def without_digests(record: Any, **made_by: str) -> bytes:
+    """A record as an earlier version wrote it: without a digest of itself, and with all adapters of the engine."""
+    made_by = {**{name: value for name, value in record["made_by"].items() if name != "record"}, **made_by}
+    return json.dumps({**record, "made_by": made_by}, ensure_ascii=False).encode() + b"\n"
+
+
+def test_records_of_an_earlier_version_count(folder, undisturbed):
+    records = [json.loads(raw) for raw in undisturbed.splitlines()]
+    (folder / "out.jsonl").write_bytes(b"".join(map(without_digests, records)))
+    assert run(folder).num_done_before == 13
+
+
+FLIPS = [
+    (b'"custom_id": "\xc3\xa90"', b'"custom_id": "\xc3\xa99"'),
+    (b'"token_ids": [', b'"token_ids": [1'),
+    (b'"seed": ', b'"seed": 1'),
+    (b'"record": "', b'"record": "0'),
+    (b'"record": "', b'"recore": "'),
+    (b'"line": "', b'"line": "0'),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), FLIPS)
+def test_a_record_that_has_changed_is_refused_by_its_line_and_not_touched(folder, undisturbed, before, after):
+    assert before in undisturbed
+    changed = undisturbed.replace(before, after, 1)
+    (folder / "out.jsonl").write_bytes(changed)
+    with pytest.raises(ValueError, match=r"line 1 of .*out\.jsonl (is a damaged record|was made with)"):
+        run(folder)
+    assert (folder / "out.jsonl").read_bytes() == changed
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> bytes:
+    """The output of a job with lines of two adapters and one without, beside which only its input stays."""
+    rows = [{"custom_id": name, "prompt": "p", "adapter": name, "max_tokens": 2} for name in ("poet", "clerk")]
+    rows.append({"custom_id": "plain", "prompt": "p", "max_tokens": 2})
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(tmp_path, with_adapters())
+    content = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").unlink()
+    return content
+
+
+def with_adapters(poet: str = "poems", clerk: str = "letters", **others: str) -> FakeLLM:
+    llm = FakeLLM()
+    for name, path in {"poet": poet, "clerk": clerk, **others}.items():
+        llm.load_adapter(name, path)
+    return llm
+
+
+def test_a_job_goes_on_whatever_other_adapters_are_loaded(tmp_path, adapted):
+    for num_kept in range(4):
+        (tmp_path / "out.jsonl").write_bytes(b"".join(adapted.splitlines(keepends=True)[:num_kept]))
+        assert run(tmp_path, with_adapters(third="others")).num_done_before == num_kept
+        assert (tmp_path / "out.jsonl").read_bytes() == adapted
+
+
+def test_a_record_names_the_adapter_of_its_line_alone(adapted):
+    made_by = [json.loads(raw)["made_by"].get("adapter") for raw in adapted.splitlines()]
+    assert [name and name.partition("=")[0] for name in made_by] == ["poet", "clerk", None]
+
+
+def test_a_job_goes_on_with_another_adapter_that_no_record_was_made_with(tmp_path, adapted):
+    first = adapted.splitlines(keepends=True)[0]
+    (tmp_path / "out.jsonl").write_bytes(first)
+    run(tmp_path, with_adapters(clerk="other letters"))
+    assert (tmp_path / "out.jsonl").read_bytes() != adapted
+
+
+def test_a_job_is_refused_with_other_weights_under_the_name_of_an_adapter_of_its_records(tmp_path, adapted):
+    (tmp_path / "out.jsonl").write_bytes(adapted)
+    with pytest.raises(
+        ValueError, match=r"line 2 of .* was made with adapter=clerk=\w+, and this run has adapter=clerk="
+    ):
+        run(tmp_path, with_adapters(clerk="other letters"))
+    assert (tmp_path / "out.jsonl").read_bytes() == adapted
+
+
+def test_a_job_is_refused_without_an_adapter_of_its_records(tmp_path, adapted):
+    (tmp_path / "out.jsonl").write_bytes(adapted)
+    llm = FakeLLM()
+    llm.load_adapter("poet", "poems")
+    with pytest.raises(ValueError, match=r"made with the adapter 'clerk', which is not loaded; nothing was changed"):
+        run(tmp_path, llm)
+
+
+def test_records_that_name_all_adapters_of_an_earlier_version_go_on_with_these_and_more(tmp_path, adapted):
+    llm = with_adapters(third="others")
+    loaded = ", ".join(f"{name}={llm.adapter_digests[name][:16]}" for name in ("clerk", "poet"))
+    records = [json.loads(raw) for raw in adapted.splitlines()]
+    for record in records:
+        record["made_by"].pop("adapter", None)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(without_digests(record, adapters=loaded) for record in records))
+
+    assert run(tmp_path, llm).num_done_before == 3
+    with pytest.raises(ValueError, match=r"line 1 of .* was made with adapter=poet="):
+        run(tmp_path, with_adapters(poet="other poems"))
+
+
+class BreakingLLM(FakeLLM):
+    """Raises an error for prompts that say so, as a defect would that only some lines meet."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def admit(self, prompt: Any, sampling_params: SamplingParams, **options: Any) -> Any:
+        if prompt == "break":
+            raise self._error
+        return super().admit(prompt, sampling_params, **options)
+
+
+OWN = [TypeError("got multiple values"), KeyError("role"), AttributeError("none"), RecursionError("too deep")]
+
+
+@pytest.mark.parametrize("error", OWN, ids=repr)
+@pytest.mark.parametrize("is_openai", [False, True])
+def test_an_error_that_only_one_line_meets_is_its_record_and_the_job_goes_on(tmp_path, error, is_openai):
+    rows = [{"custom_id": prompt, "prompt": prompt, "max_tokens": 2} for prompt in ("break", "p")]
+    if is_openai:
+        line = {"method": "POST", "url": "/v1/completions"}
+        rows = [{"custom_id": row.pop("custom_id"), **line, "body": {**row, "model": "m"}} for row in rows]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    summary = run(tmp_path, BreakingLLM(error))
+
+    assert (summary.num_errors, summary.num_completed) == (1, 1)
+    failed = records_of(tmp_path / "out.jsonl")[0]
+    if is_openai:
+        assert failed["response"]["status_code"] == 500
+    reason = failed["response"]["body"]["error"]["message"] if is_openai else failed["error"]
+    assert str(error.args[0]) in reason
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "x"), RuntimeError("the engine has failed")])
+def test_a_failure_of_engine_or_machine_ends_the_job_and_no_line_has_it(tmp_path, error):
+    rows = [{"custom_id": prompt, "prompt": prompt, "max_tokens": 2} for prompt in ("break", "p")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    with pytest.raises(type(error)):
+        run(tmp_path, BreakingLLM(error))
+
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    assert run(tmp_path).num_completed == 2
+
+
+def test_a_conversation_whose_variable_has_the_name_of_an_argument_fails_alone(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "p"}], "chat_template": "x", "max_tokens": 1}
+    rows = [{"custom_id": "a", **talk, "chat_template_kwargs": {"self": 1}}, {"custom_id": "b", "prompt": "p"}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    assert run(tmp_path).num_done_before == 0
+
+    assert [record["custom_id"] for record in records_of(tmp_path / "out.jsonl")] == ["a", "b"]
+    assert records_of(tmp_path / "out.jsonl")[1].get("error") is None
+
+
 def record_of(line: int, raw: bytes = b"") -> bytes:
     """A record as a job on FakeLLM would leave it of this line."""
     return error_line(

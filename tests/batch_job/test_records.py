@@ -68,6 +68,7 @@ PARAMETERS = {
     "top_p": 0.25,
     "min_p": 0.125,
     "n": 2,
+    "sample_index": 3,
     "best_of": 3,
     "typical_p": 0.5,
     "repetition_penalty": 1.5,
@@ -258,7 +259,9 @@ def test_a_result_has_everything_of_the_completion_on_one_line():
     raw = completion_line(entry, [COMPLETION], IDENTITY)
     assert raw.count(b"\n") == 1
     assert raw.endswith(b"\n")
-    assert json.loads(raw) == {
+    record = json.loads(raw)
+    assert len(record["made_by"].pop("record")) == 16
+    assert record == {
         "line": 4,
         "custom_id": "a",
         "text": "a\n中\u2028",

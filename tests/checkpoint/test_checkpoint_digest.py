@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
 
-from jaxinfer.checkpoint import Checkpoint
+from jaxinfer.checkpoint import Checkpoint, checkpoint
 
 
 @pytest.fixture
@@ -16,6 +17,8 @@ def folder(tmp_path):
     (folder / "config.json").write_text("{}")
     (folder / "x.safetensors").write_bytes(bytes(1000))
     (folder / "y.safetensors").write_bytes(b"1" * 1000)
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))  # or a change within the clock's tick would have the same time
     return folder
 
 
@@ -43,3 +46,41 @@ def test_other_weights_have_another_digest(folder, change):
     change(folder)
 
     assert Checkpoint(folder).digest() != before
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The names of the files that were read to their end."""
+    names, digest = [], checkpoint._digest
+    monkeypatch.setattr(checkpoint, "_digest", lambda file: names.append(file.name) or digest(file))
+    return names
+
+
+def test_a_digest_reads_each_file_once_also_after_the_headers_are_freed(folder, read):
+    opened = Checkpoint(folder)
+
+    before = opened.digest()
+    opened.forget()
+
+    assert opened.digest(["tokenizer.json"]) == before
+    assert sorted(read) == ["config.json", "x.safetensors", "y.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("a bit", {"y.safetensors"}),
+        ("the names", {"z.safetensors"}),
+        ("the config", {"config.json"}),
+        ("one more", {"z.safetensors"}),
+    ],
+)
+def test_a_changed_file_is_noticed_and_it_alone_is_read_again(folder, read, change, expected):
+    opened = Checkpoint(folder)
+    before = opened.digest()
+    read.clear()
+
+    CHANGES[change](folder)
+
+    assert opened.digest() == Checkpoint(folder).digest() != before
+    assert set(read[: len(expected)]) == expected

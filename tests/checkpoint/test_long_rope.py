@@ -8,6 +8,7 @@ import pytest
 from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.engine.llm import LLM
+from tests.checkpoint.renamed import edit_json
 from tests.engine.engines import quick_engine
 from tests.oracles import SIZES, load_reference, reference_logits, save_random_checkpoint
 from tests.replay import replay
@@ -49,6 +50,32 @@ def test_logits_are_those_of_transformers_for_a_text_of_that_length(checkpoint, 
     )
 
     np.testing.assert_allclose(logits, reference_logits(reference, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+@pytest.mark.parametrize(("key", "name"), [("rope_scaling", "type"), ("rope_parameters", "rope_type")])
+def test_the_older_names_of_phi_3_mean_the_same(tmp_path, kind, key, name):
+    sizes = {"max_position_embeddings": LONGEST, **FAMILIES["phi3"]}
+    path = save_random_checkpoint(tmp_path, "phi3", rope_parameters=ROPE, **sizes)
+    expected = read_config(path)
+    parameters = {name: kind, **{key: value for key, value in ROPE.items() if key != "rope_type"}}
+    edit_json(path, **{"rope_parameters": ..., key: parameters})
+    tokens = np.random.default_rng(1).integers(0, SIZES["vocab_size"], 20)
+
+    config = read_config(path)
+
+    assert config == expected
+    (logits,) = replay(
+        load_params(path, config, "float32"), [tokens], [[(0, 20)]], config=config, shape=(64, 1), is_exact=False
+    )
+    np.testing.assert_allclose(logits, reference_logits(load_reference(path), tokens), rtol=0, atol=1e-4)
+
+
+def test_yarn_without_lists_of_factors_stays_yarn_in_phi_3(tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    path = edit_json(save_random_checkpoint(tmp_path, "phi3", **FAMILIES["phi3"]), rope_parameters=yarn)
+
+    assert read_config(path).max_position == 256
 
 
 def test_an_engine_of_more_tokens_than_the_original_length_has_the_long_frequencies(checkpoint):

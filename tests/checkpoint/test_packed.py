@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
+from compressed_tensors.utils.match import match_targets
 from jax.tree_util import tree_leaves_with_path
 from safetensors.torch import load_file, save_file
 
@@ -432,6 +433,36 @@ def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
         tensor = stored[name]
         assert isinstance(tensor, StoredQuantized)
         np.testing.assert_array_equal(tensor.floats(), weight)
+
+
+GENERIC, DOWN, NAME = "re:.*proj$", "re:.*down_proj$", "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(GENERIC, True), (DOWN, False)],
+        [(DOWN, False), (GENERIC, True)],
+        [(DOWN, True), (NAME, False), ("Linear", True)],
+        [("re:model.*", True), ("re:.*mlp.*", False), ("Linear", True)],
+        [(GENERIC, True), (DOWN, True), (DOWN, False)],  # one target in two groups
+    ],
+    ids=str,
+)
+def test_a_module_has_the_scheme_that_the_library_gives_it_if_several_fit(sources, tmp_path, groups):
+    path = WRITERS["compressed w8a8"](sources["llama"], tmp_path / "both").path
+    settings = settings_of(path)
+    own = settings["config_groups"]["group_0"]
+    schemes = [own | {"targets": [t]} | ({} if rounds else {"input_activations": None}) for t, rounds in groups]
+    settings["config_groups"] = {f"group_{i}": scheme for i, scheme in enumerate(schemes)}
+    edit_json(path, quantization_config=settings)
+    by_target = {scheme["targets"][0]: scheme for scheme in schemes}
+    first = match_targets(NAME, torch.nn.Linear(1, 1), list(by_target))[0]
+
+    params, _ = load_checkpoint(path)
+
+    down: Any = params.layers[0].feed_forward
+    assert (down.down.activations is None) == (by_target[first]["input_activations"] is None)
 
 
 Q = "model.layers.0.self_attn.q_proj"

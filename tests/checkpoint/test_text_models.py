@@ -6,14 +6,16 @@ import json
 import logging
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
 import transformers
 
-from jaxinfer.checkpoint import Checkpoint, load_params, read_config
+from jaxinfer.checkpoint import Checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.model.components.attention import Attention
+from tests.checkpoint.packing import WRITERS
 from tests.checkpoint.renamed import rewrite
 from tests.oracles import NO_IDS, SIZES, reference_logits
 from tests.replay import replay
@@ -106,6 +108,31 @@ def test_logits_of_text_agree_with_the_whole_model(saved, model_type, version):
     (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1), is_exact=False)
 
     np.testing.assert_allclose(logits, reference_logits(model, tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+@pytest.mark.parametrize(
+    ("model_type", "writer"), [("mistral3", "compressed"), ("gemma3", "compressed"), ("gemma3", "gptq")]
+)
+def test_the_format_of_packed_weights_may_stand_among_the_settings_of_the_text_model(
+    saved, tmp_path, model_type, writer, key
+):
+    path = WRITERS[writer](saved[model_type, 4][1], tmp_path / "both", size=16).path
+    content = json.loads((path / "config.json").read_text())
+    whole, config = load_checkpoint(path, "float32")
+    content["text_config"][key] = content.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(content))
+
+    params, own_config = load_checkpoint(path, "float32")
+
+    assert own_config == config
+    assert jax.tree.structure(params) == jax.tree.structure(whole)
+    assert all(map(np.array_equal, jax.tree.leaves(params), jax.tree.leaves(whole)))
+
+
+def test_a_format_that_is_not_read_is_named_among_the_settings_of_the_text_model(copied):
+    with pytest.raises(ValueError, match="quantization_config={'quant_method': 'bitsandbytes'} is not supported"):
+        text_config(copied[0], quantization_config={"quant_method": "bitsandbytes"})
 
 
 @pytest.mark.parametrize(("model_type", "version"), CASES)

@@ -172,6 +172,7 @@ def test_a_prompt_that_is_no_text_is_refused_before_a_model_is_loaded(monkeypatc
 
 SAMPLING = {
     "n": 2,
+    "sample_index": 3,
     "best_of": 3,
     "max_tokens": 3,
     "temperature": 0.5,

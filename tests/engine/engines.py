@@ -30,7 +30,7 @@ from kernels_pallas.latent_attention import layout as latent_layout
 from kernels_pallas.paged_attention import api, layout
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.engine.probe import clear_outputs, is_idle, runner_of, scheduler_of
-from tests.on_demand import steps_on_demand
+from tests.on_demand import KeptProcessor, kept_processors, steps_on_demand
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
 from tests.unoptimised import unoptimised_steps
@@ -75,6 +75,7 @@ def spelled(token_ids: Iterable[int]) -> str:
     return "".join("" if i == EOS else " " if i == 1 else chr(i + 31) for i in token_ids)
 
 
+@KeptProcessor
 def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus: jax.Array) -> jax.Array:
     """Adds `bonus` to tokens that follow the last one by an odd distance."""
     distance = jnp.arange(logits.shape[0]) - tokens[length - 1]
@@ -89,8 +90,9 @@ def small_engine(path: Path, **overrides: Any) -> LLM:
 
 def ready_engine(path: Path, **overrides: Any) -> LLM:
     """A small engine that has compiled all its steps, like one of a user after `warm_up`."""
-    llm = _engine(path, **overrides)
-    llm.warm_up()
+    with kept_processors():
+        llm = _engine(path, **overrides)
+        llm.warm_up()
     return llm
 
 

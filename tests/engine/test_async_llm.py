@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError
+from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
 from jaxinfer.engine.request.request import QueueFullError
 from tests.engine.engines import GREEDY, generate, quick_async_engine, random_prompts, token_ids_of
 
@@ -200,6 +201,105 @@ def test_a_slow_reader_loses_its_request_and_no_other(checkpoint, quick_llm):
 
     assert num_read == 5
     assert token_ids_of(other) == token_ids_of(generate(quick_llm, [PROMPTS[1]], ENDLESS))
+
+
+async def fail_in_the_sink(stream: Stream, llm: AsyncLLM) -> None:
+    stream._reader.put(ValueError("the sink's"))  # as the engine's thread does
+    with pytest.raises(ValueError, match="the sink's"):
+        await read_whole(stream, llm)
+
+
+async def read_whole(stream: Stream, llm: AsyncLLM) -> None:
+    async for _ in stream:
+        pass
+
+
+async def close_twice(stream: Stream, llm: AsyncLLM) -> None:
+    await stream.close()
+    await stream.close()
+
+
+async def close_beside_a_reader(stream: Stream, llm: AsyncLLM) -> None:
+    # The engine's thread waits meanwhile, so the reader has nothing to read.
+    is_held, may_go_on = threading.Event(), threading.Event()
+    llm.engine_thread.call(lambda _: (is_held.set(), may_go_on.wait(WAIT)))
+    await asyncio.to_thread(is_held.wait, WAIT)
+    reading = asyncio.create_task(read_whole(stream, llm))
+    await asyncio.sleep(0.01)
+    await stream.close()
+    may_go_on.set()
+    await reading
+
+
+async def read_by_two_tasks(stream: Stream, llm: AsyncLLM) -> None:
+    await asyncio.gather(read_whole(stream, llm), read_whole(stream, llm))
+
+
+async def abort(stream: Stream, llm: AsyncLLM) -> None:
+    await llm.call(lambda engine: [engine.abort(request_id) for request_id in stream.request_ids])
+    await read_whole(stream, llm)
+
+
+ENDS = [fail_in_the_sink, read_whole, close_twice, close_beside_a_reader, read_by_two_tasks, abort]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_stream_that_has_ended_stays_ended_and_has_no_page(async_llm, end):
+    async def work() -> list[Any]:
+        stream = await async_llm.open(PROMPTS[:2], ENDLESS)
+        await end(stream, async_llm)
+        await until_idle(async_llm)
+        return [*[delta async for delta in stream], *[delta async for delta in stream]]
+
+    assert run(work) == []
+
+
+async def read_with_patience(stream: Stream) -> None:
+    while True:
+        await asyncio.wait_for(anext(stream), 0.01)
+
+
+def test_a_reader_that_stops_waiting_reads_on_later(async_llm, quick_llm):
+    async def work() -> Any:
+        async with await async_llm.open(PROMPTS[0], GREEDY) as stream:
+            is_held, may_go_on = threading.Event(), threading.Event()
+            async_llm.engine_thread.call(lambda _: (is_held.set(), may_go_on.wait(WAIT)))
+            await asyncio.to_thread(is_held.wait, WAIT)
+            with pytest.raises(TimeoutError):
+                await read_with_patience(stream)
+            may_go_on.set()
+            return [delta async for delta in stream][-1].completion
+
+    assert token_ids_of([run(work)]) == token_ids_of(generate(quick_llm, PROMPTS[:1]))
+
+
+CALLS: dict[str, Callable[[AsyncLLM], Awaitable[Any]]] = {
+    "generate": lambda llm: llm.generate(PROMPTS[0], ENDLESS),
+    "several prompts": lambda llm: llm.generate(PROMPTS[:3], ENDLESS),
+    "several samples": lambda llm: llm.generate(PROMPTS[0], replace(ENDLESS, n=2, temperature=1)),
+    "best_of": lambda llm: llm.generate(PROMPTS[0], replace(ENDLESS, best_of=3, temperature=1)),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "hello"}], ENDLESS, chat_template=TEMPLATE),
+    "stream": lambda llm: anext(aiter(llm.stream(PROMPTS[0], replace(ENDLESS, best_of=2, temperature=1)))),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_request_of_a_closed_event_loop_ends_at_its_next_token(async_llm, call):
+    loop, is_held, may_go_on = asyncio.new_event_loop(), threading.Event(), threading.Event()
+    task: Any = asyncio.ensure_future(CALLS[call](async_llm), loop=loop)
+    while not async_llm.metrics().num_running:
+        loop.run_until_complete(asyncio.sleep(0.001))
+    async_llm.engine_thread.call(lambda _: (is_held.set(), may_go_on.wait(WAIT)))
+    assert is_held.wait(WAIT)
+
+    loop.close()
+    num_before = async_llm.metrics().num_output_tokens
+    may_go_on.set()
+    run(partial(until_idle, async_llm))
+
+    assert not task.done()
+    assert async_llm.metrics().num_output_tokens - num_before < 20  # of 80 for each sample
+    task._log_destroy_pending = False
 
 
 def test_prompts_are_admitted_outside_the_event_loop(async_llm, monkeypatch):

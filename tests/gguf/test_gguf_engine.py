@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -208,16 +209,65 @@ def ends(tmp_path: Path, tokens: dict[str, int], eos: int) -> list[str]:
     return [list(tokens)[i] for i in Checkpoint(path).eos_token_ids]
 
 
-def test_a_text_ends_at_special_tokens_of_the_usual_names_too(tmp_path):
-    vocabulary = {"a": 1, "<|im_end|>": 3, "<|end|>": 4, "</s>": 1, "<|other|>": 3, "<own>": 3}
+def test_a_text_ends_at_tokens_of_the_usual_names_too_whatever_their_kind(tmp_path):
+    vocabulary = {"a": 1, "<|im_end|>": 3, "<|end|>": 4, "</s>": 1, "<|other|>": 3, "<own>": 3, "<eos>": 5}
 
-    assert ends(tmp_path, vocabulary, eos=5) == ["<own>", "<|im_end|>", "<|end|>"]
+    assert ends(tmp_path, vocabulary, eos=5) == ["<own>", "<|im_end|>", "<|end|>", "</s>", "<eos>"]
 
 
 def test_the_end_of_a_message_of_gpt_oss_ends_no_text(tmp_path):
     vocabulary = {"<|return|>": 3, "<|end|>": 3, "<|call|>": 3}
 
     assert ends(tmp_path, vocabulary, eos=0) == ["<|return|>", "<|call|>"]
+
+
+def with_keys(folder: Path, family: str = "llama", **keys: Any) -> Path:
+    """Writes a small model with further keys of its architecture."""
+
+    def add(writer):
+        for key, value in keys.items():
+            name = f"{writer.arch}.{key.replace('__', '.')}"
+            add_value = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add_value(name, value)
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    return save_gguf(folder, family, "F16", add=add, **sizes)[0]
+
+
+@pytest.mark.parametrize("pooling", [0, 1, 3])
+def test_the_way_that_a_file_pools_states_changes_no_state(tmp_path, pooling):
+    assert read_config(with_keys(tmp_path / "a", "qwen3", pooling_type=pooling)) == read_config(
+        with_keys(tmp_path / "b", "qwen3")
+    )
+
+
+@pytest.mark.parametrize("keys", [{"rope__scaling__type": "linear"}, {"rope__scaling__factor": 0.0}], ids=str)
+def test_a_scaling_of_positions_without_a_factor_is_none(tmp_path, keys):
+    assert read_config(with_keys(tmp_path / "a", **keys)) == read_config(with_keys(tmp_path / "b"))
+
+
+def test_yarn_without_a_factor_turns_nothing(tmp_path):
+    mixer: Any = read_config(with_keys(tmp_path, rope__scaling__type="yarn")).layers[0].mixer
+
+    assert mixer.rope.scaling.factor == mixer.rope.scaling.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope__scaling__factor": -2.0}, r"llama.rope.scaling.factor=-2.0 is no finite number .* convert"),
+        (
+            {"rope__scaling__factor": math.inf},
+            r"llama.rope.scaling.factor=inf is no finite number .* convert",
+        ),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": "4"}, r"factor='4' is no finite number"),
+        ({"pooling_type": 2}, r"llama.pooling_type=2 is not supported"),
+        ({"pooling_type": 4}, r"llama.pooling_type=4 is not supported"),
+    ],
+)
+def test_a_key_with_a_value_that_cannot_be_honoured_is_refused_by_name(tmp_path, keys, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(with_keys(tmp_path, **keys))
 
 
 def change(path: Path, folder: Path, old: bytes, new: bytes) -> Path:

@@ -159,6 +159,47 @@ def test_a_text_begins_and_ends_as_the_metadata_says(tmp_path, metadata, first, 
     assert tokenizer.encode("abc") == [*first, *bare, *last]
 
 
+@pytest.mark.parametrize("kind", [1, 4, 5])  # normal, user-defined, unused
+@pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>", "</s>"])
+def test_a_token_that_ends_a_text_is_one_id_and_no_part_of_the_text_whatever_the_file_calls_it(tmp_path, end, kind):
+    tokens, kinds = ["a", "b", "ab", end, "b<"], [1, 1, 1, kind, 1]
+    path = write(tmp_path / "m.gguf", model="gpt2", pre="qwen2", tokens=tokens, token_type=kinds, merges=["a b"])
+
+    tokenizer = required(Tokenizer.from_path(path))
+
+    assert tokenizer.encode(f"ab{end}a") == [2, 3, 0]
+    assert tokenizer.decode([2, 3, 0]) == "aba"
+    assert tokenizer.decode([2, 3, 0], skip_special_tokens=False) == f"ab{end}a"
+
+
+def test_a_token_that_ends_a_text_is_none_of_the_pieces_of_a_vocabulary_with_scores(tmp_path):
+    tokens, kinds = ["<unk>", "a", "<", "/s>", "</s>"], [2, 1, 1, 1, 1]
+    scores = [0.0, -1.0, -2.0, -3.0, -4.0]
+    path = write(tmp_path / "m.gguf", model="llama", tokens=tokens, token_type=kinds, scores=scores)
+
+    tokenizer = required(Tokenizer.from_path(path))
+
+    assert tokenizer.encode("a</s>", add_special_tokens=False)[-1] == 4
+    assert tokenizer.decode([1, 4]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kinds"),
+    [
+        (["a", "<unk>", "b", "ab"], [1, 2, 1, 1]),
+        (["<unk>", "a", "b", "ab"], [2, 1, 1, 1]),
+        (["a", "[UNK]", "<unk>", "b", "ab"], [1, 2, 2, 1, 1]),  # two of the kind
+    ],
+)
+def test_a_token_for_unknown_text_keeps_its_id_in_a_byte_level_vocabulary(tmp_path, tokens, kinds):
+    path = write(tmp_path / "m.gguf", model="gpt2", pre="qwen2", tokens=tokens, token_type=kinds, merges=["a b"])
+
+    tokenizer = required(Tokenizer.from_path(path))
+
+    assert [tokenizer.encode(token) for token in tokens] == [[i] for i in range(len(tokens))]
+    assert tokenizer.vocab_size == len(tokens)
+
+
 def test_chat_templates_and_the_names_of_tokens_come_from_the_metadata(tmp_path):
     templates = {"tokenizer__chat_template": TEMPLATE, "tokenizer__chat_template__tool_use": "tools"}
     tokenizer = required(Tokenizer.from_path(byte_level(tmp_path / "model.gguf", "llama-bpe", **templates)))
@@ -220,6 +261,13 @@ def test_ids_are_those_of_the_sentencepiece_library(tmp_path, has_prefix):
     ("metadata", "message"),
     [
         ({"pre": "klingon"}, "tokenizer.ggml.pre='klingon' is not supported"),
+        (
+            {"pre": "default"},
+            "tokenizer.ggml.pre='default' does not name the rules .* gguf-new-metadata --pre",
+        ),
+        ({"pre": None}, "tokenizer.ggml.pre=None does not name the rules .* gguf-new-metadata --pre"),
+        ({"tokens": ["a", "b", "ab", "a"]}, "tokens has 'a' twice, with the ids 0 and 3"),
+        ({"tokens": ["a", "b", "ab", "[PAD]", "[PAD]"]}, "tokens has '\\[PAD\\]' twice, with the ids 3 and 4"),
         ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported"),
         ({"merges": ["a"]}, "tokenizer.ggml.merges is no list of pairs"),
         ({"merges": ["zz qq"]}, "tokenizer.ggml.merges is no list of pairs"),
@@ -237,7 +285,7 @@ def test_a_vocabulary_that_cannot_be_read_is_refused_by_name(tmp_path, metadata,
     values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"], **metadata}
 
     with pytest.raises(ValueError, match=message) as error:
-        Tokenizer.from_path(write(path, **values))
+        Tokenizer.from_path(write(path, **{name: value for name, value in values.items() if value is not None}))
 
     assert str(path) in str(error.value)
 

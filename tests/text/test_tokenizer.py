@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxinfer.text.detokenizer import Detokenizer
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import MAX_LOCKED_LEN, Tokenizer
 
 TEXT = "Grüße from the café, naïve 日本語 и 中文文文 😀👩‍👩‍👧😀 the cat, the  hat. ¿Qué? 0 1 22 333\n\n\tend "
 
@@ -291,6 +293,69 @@ def test_a_damaged_file_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_path(str(tmp_path))
+
+
+LONG = st.lists(st.sampled_from([TEXT, "<a b>", "<s>", "né中", "Ã", "a", " ", "\n", "0"]), min_size=200, max_size=300)
+
+
+@settings(max_examples=20)
+@given(pieces=LONG, add_special_tokens=st.booleans(), splits_special_tokens=st.booleans())
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_a_long_text_has_the_ids_and_long_ids_the_text_of_the_library(
+    make, pieces: list[str], add_special_tokens: bool, splits_special_tokens: bool
+):
+    text = "".join(pieces) + TEXT * 20
+    backend = tokenizers.Tokenizer.from_str(make()._backend.to_str())
+    backend.encode_special_tokens = splits_special_tokens
+    tokenizer = Tokenizer(backend)
+
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    assert len(text) > MAX_LOCKED_LEN
+    assert ids == backend.encode(text, add_special_tokens=add_special_tokens).ids
+    for skips in (True, False):
+        assert tokenizer.decode(ids, skip_special_tokens=skips) == backend.decode(ids, skip_special_tokens=skips)
+
+
+def longest_pause(work: Callable[[], object]) -> float:
+    """Returns the longest time between two turns of another thread during some work, as a share of the whole time."""
+    pauses, is_over = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not is_over.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            pauses.append(now - last)
+            last = now
+
+    ticking = threading.Thread(target=tick)
+    began = time.perf_counter()
+    ticking.start()
+    try:
+        work()
+    finally:
+        seconds = time.perf_counter() - began
+        is_over.set()
+        ticking.join()
+    return max(pauses) / seconds
+
+
+def encoded(tokenizer: Tokenizer, text: str, _: list[int]) -> None:
+    tokenizer.encode(text)
+
+
+def decoded(tokenizer: Tokenizer, _: str, ids: list[int]) -> None:
+    tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("work", [encoded, decoded])
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(work):
+    tokenizer, text = byte_fallback(), TEXT * 10_000
+    ids = (tokenizer.encode(TEXT) * 10_000)[: 2**20]
+
+    # The library's work of seconds without the interpreter's lock; the best of three, for other work may delay a turn.
+    assert min(longest_pause(lambda: work(tokenizer, text, ids)) for _ in range(3)) < 0.25
 
 
 def test_half_a_surrogate_pair_is_refused():

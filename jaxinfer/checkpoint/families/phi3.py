@@ -42,6 +42,7 @@ WEIGHTS: WeightTable = {
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Phi3Config."""
     refuse_unsupported(hf, "Phi3ForCausalLM", ("partial_rotary_factor",))
+    hf = _with_longrope(hf)
     head_dim = divided_head_dim(hf)
     attention = Attention(
         num_heads=require_size(hf, "num_attention_heads"),
@@ -58,6 +59,19 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         max_position=MAX_POSITION,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
     )
+
+
+def _with_longrope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns config.json with LongRoPE under its own name: in this family "su" and "yarn" are older ones of it."""
+
+    def renamed(parameters: Any) -> Any:
+        if not isinstance(parameters, Mapping):
+            return parameters
+        kind = parameters.get("rope_type", parameters.get("type"))
+        is_old = kind == "su" or (kind == "yarn" and "short_factor" in parameters)
+        return {**parameters, "rope_type": "longrope"} if is_old else parameters
+
+    return {**hf, **{key: renamed(hf[key]) for key in ("rope_scaling", "rope_parameters") if key in hf}}
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

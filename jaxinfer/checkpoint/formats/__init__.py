@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxinfer.checkpoint.config_json.text_model import TEXT
 from jaxinfer.checkpoint.formats.awq import awq_tensors
 from jaxinfer.checkpoint.formats.compressed_tensors import compressed_tensors
 from jaxinfer.checkpoint.formats.fp8 import fp8_tensors
@@ -31,12 +32,14 @@ SETTINGS_KEYS = ("quantization_config", "compression_config")
 def settings_of(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns what config.json says of the format of its weights; None if they are floating point.
 
-    Raises ValueError for a format that is not read.
+    In a checkpoint of several models it may stand among the settings of the text model. Raises ValueError for a format
+    that is not read.
     """
-    key = next((key for key in SETTINGS_KEYS if hf.get(key) not in (None, {})), None)
+    places = [hf, hf[TEXT]] if isinstance(hf.get(TEXT), Mapping) else [hf]
+    stated = ((key, place.get(key)) for place in places for key in SETTINGS_KEYS)
+    key, settings = next(((key, settings) for key, settings in stated if settings not in (None, {})), (None, None))
     if key is None:
         return None
-    settings = hf[key]
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
@@ -48,7 +51,8 @@ def settings_of(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def without_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json as that of the unquantized model."""
-    return {key: value for key, value in hf.items() if key not in SETTINGS_KEYS}
+    plain = {key: value for key, value in hf.items() if key not in SETTINGS_KEYS}
+    return plain | ({TEXT: without_settings(plain[TEXT])} if isinstance(plain.get(TEXT), Mapping) else {})
 
 
 def logical_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any] | None) -> dict[str, Stored]:

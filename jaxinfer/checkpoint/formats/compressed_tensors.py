@@ -77,18 +77,18 @@ def compressed_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str
     for key in ("transform_config", "sparsity_config"):
         if settings.get(key) not in (None, {}) and not (key == "sparsity_config" and is_empty):
             raise settings_error(METHOD, key, settings[key], OTHER)
-    schemes = [] if is_dense else _schemes(settings)
+    schemes = {} if is_dense else _schemes(settings)
     scales = stored_scales(stored) if has_scales else {}
     others, modules = packed_modules(stored, "weight_scale", PARTS)
     return {**others, **scales, **{f"{parts.module}.weight": _weight(parts, schemes) for parts in modules}}
 
 
-def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the schemes by the targets that have them."""
+def _schemes(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns the schemes by their targets; of two for one target the last."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise settings_error(METHOD, "config_groups", groups, "it maps names to schemes; download config.json again")
-    schemes = []
+    schemes: dict[str, Mapping[str, Any]] = {}
     for name, scheme in groups.items():
         weights = scheme.get("weights") if isinstance(scheme, Mapping) else None
         targets = scheme.get("targets") if isinstance(scheme, Mapping) else None
@@ -100,7 +100,7 @@ def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
         for key, harmless in HARMLESS_ARGUMENTS.items():
             if weights.get(key, harmless[0]) not in harmless:
                 raise settings_error(METHOD, f"weights.{key}", weights[key], OTHER)
-        schemes += [(_checked_target(target), scheme) for target in targets]
+        schemes |= {_checked_target(target): scheme for target in targets}
     return schemes
 
 
@@ -146,26 +146,24 @@ def _checked_target(target: Any) -> str:
     return target
 
 
-def _scheme_of(module: str, schemes: list[tuple[str, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """Returns the scheme of a module: that for its name, else for a pattern of it, else for all of its class."""
+def _scheme_of(module: str, schemes: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the scheme of a module: that for its name, else for a pattern of it, else for all of its class.
 
-    def rank(target: str) -> int | None:
-        if target == module:
-            return 0
-        if target.startswith("re:"):
-            return 1 if re.match(target[3:], module) else None
-        return 2 if target == "Linear" else None
-
-    ranked = [(place, scheme) for target, scheme in schemes if (place := rank(target)) is not None]
-    if not ranked:
+    Of several patterns it is the first by the alphabet, as in the library of that name.
+    """
+    if module in schemes:
+        return schemes[module]
+    patterns = sorted(target for target in schemes if target.startswith("re:"))
+    fitting = next((target for target in patterns if re.match(target[3:], module)), "Linear")
+    if fitting not in schemes:
         raise ValueError(
             f"{module} is packed, but no target of quantization_config.config_groups is its name, a regular expression"
             ' that fits it, or "Linear"; correct config.json'
         )
-    return min(ranked, key=lambda pair: pair[0])[1]
+    return schemes[fitting]
 
 
-def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> StoredQuantized:
+def _weight(parts: Parts, schemes: Mapping[str, Mapping[str, Any]]) -> StoredQuantized:
     whole = _scheme_of(parts.module, schemes)
     activations, scheme = _activations(whole), whole["weights"]
     bits, strategy = scheme.get("num_bits", 8), scheme.get("strategy")

@@ -27,9 +27,14 @@ DESCRIPTION = "compiling steps"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
+def is_compiling() -> bool:
+    """True if a thread of this process compiles steps; the interpreter waits for such threads before it ends."""
+    return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
+
+
 def _end_interrupted() -> None:
     """Ends the process if Ctrl-C ended its wait for the compiler, whose threads would otherwise abort it."""
-    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+    if is_compiling():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_INTERRUPTED)

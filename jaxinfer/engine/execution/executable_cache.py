@@ -54,8 +54,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     Always compiles if options have logits processors of the user (`custom`), because no key shows their changes.
     """
     folder = cache_folder()
-    has_custom = any(getattr(value, "custom", ()) for value in statics.values())
-    if folder is None or has_custom or jax.process_count() > 1:
+    if folder is None or _has_custom(statics) or jax.process_count() > 1:
         return _compile(function, args, statics)
     path = folder / f"jaxinfer-{_key(function, args, statics)}"
     devices = _devices(args)
@@ -76,6 +75,10 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     except _FAILURES as error:
         logger.warning("%s cannot be kept for the next start: %s", path, error)
     return compiled
+
+
+def _has_custom(statics: dict[str, Any]) -> bool:
+    return any(getattr(value, "custom", ()) for value in statics.values())
 
 
 def _keep(path: Path, content: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -217,7 +217,7 @@ class Admission:
             priority=checked_priority(priority),
             tenant=checked_tenant(tenant),
             time_limit=checked_time_limit(deadline),
-            shared_prompt=SharedPrompt(sampling.num_samples),
+            shared_prompt=SharedPrompt(sampling.sample_index + sampling.num_samples),
         )
         return [
             make_sample(
@@ -227,7 +227,7 @@ class Admission:
                 keys=self.page_keys(cache_salt, loaded),
                 grammar=self.grammars.compile(sampling),
             )
-            for sample_index in range(sampling.num_samples)
+            for sample_index in range(sampling.sample_index, sampling.sample_index + sampling.num_samples)
         ]
 
     def detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
@@ -317,7 +317,7 @@ class Admission:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
-            self._check_characters(name, prompt, self.tokenizer)
+            self.check_characters(name, prompt)
             try:
                 token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             except ValueError as error:
@@ -370,14 +370,15 @@ class Admission:
             return MAX_INT
         return max(self._num_slots, num_prompt_tokens) + 1  # the last token needs no slot
 
-    def _check_characters(self, name: str, text: str, tokenizer: Tokenizer) -> None:
+    def check_characters(self, name: str, text: str) -> None:
         """Raises ValueError for a text too long for the token limit; to encode it would take seconds and gigabytes."""
-        if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
+        assert self.tokenizer is not None
+        if len(text) < self._max_len or len(text) < self._max_len * self.tokenizer.max_token_len:
             return
         raise PromptTooLongError(
             f"{name} has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
-            f" {tokenizer.max_token_len} characters cannot spell it; shorten it or raise EngineConfig.max_model_len up"
-            f" to the model's {self.model_config.longest}"
+            f" {self.tokenizer.max_token_len} characters cannot spell it; shorten it or raise"
+            f" EngineConfig.max_model_len up to the model's {self.model_config.longest}"
         )
 
     def _check_prompt_len(self, num_prompt_tokens: int, name: str = "prompt") -> None:
@@ -449,9 +450,10 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Co
 
 
 def render(
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer,
     messages: Conversation | Sequence[Conversation],
     *,
+    check_text: Callable[[str, str], None],
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
@@ -459,11 +461,10 @@ def render(
 ) -> list[list[int]]:
     """Returns the token ids of each conversation by the chat template, which reads `variables`.
 
-    With add_generation_prompt=None the template begins an answer, unless it continues the final message. The other
-    arguments are those of `Tokenizer.encode_chat`. Raises ValueError if a conversation cannot be rendered.
+    `check_text(name, text)` raises ValueError for a text that is too long to encode. With add_generation_prompt=None
+    the template begins an answer, unless it continues the final message. The other arguments are those of
+    `Tokenizer.render_chat`. Raises ValueError if a conversation cannot be rendered.
     """
-    if tokenizer is None:
-        raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
     variables = as_plain("chat_template_kwargs", variables, plain_mapping)
     is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
     require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
@@ -474,7 +475,11 @@ def render(
     for i, conversation in enumerate(as_conversations(messages)):
         try:
             _require_value("messages", conversation)
-            prompts.append(tokenizer.encode_chat(conversation, variables=variables, **arguments))
+            text = tokenizer.render_chat(conversation, variables=variables, **arguments)
+            check_text("its text", text)
+            prompts.append(tokenizer.encode(text, add_special_tokens=False))
+        except PromptTooLongError as error:
+            raise PromptTooLongError(f"conversation {i}: {error}") from None
         except ValueError as error:
             raise ValueError(f"conversation {i}: {error}") from None
     return prompts

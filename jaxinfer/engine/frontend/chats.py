@@ -71,11 +71,14 @@ def render_chats(
     `default_params` are the parameters of a conversation that has none. Raises ValueError as `LLM.chat` does.
     """
     tools = None if tools is None else json_objects("tools", tools)
-    if answers is not None and tools and answer_style is None:
+    if answers is None:
+        raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
+    if tools and answer_style is None:
         _require_shown(answers, tools, tool_choice, chat_template)
     prompts = render(
-        None if answers is None else answers.tokenizer,
+        answers.tokenizer,
         messages,
+        check_text=answers.check_text,
         tools=tools,
         documents=documents,
         chat_template=chat_template,
@@ -83,7 +86,6 @@ def render_chats(
         continue_final_message=continue_final_message,
         variables=chat_template_kwargs,
     )
-    assert answers is not None
     form = answers.form(
         tools,
         tool_choice,

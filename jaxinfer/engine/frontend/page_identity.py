@@ -74,13 +74,12 @@ def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str
     """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
     Machine and versions are left out although they may change the last bits, so another machine may continue a job
-    on the same number of devices. The number of replicas changes no text. Logits processors are left out because
-    functions cannot be compared.
+    on the same number of devices. The number of replicas changes no text. Adapters are left out because each request
+    has its own or none, and logits processors because functions cannot be compared.
     """
     config, version = admission.engine_config, admission.params_version
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
-    adapters = sorted((adapter.name, adapter.digest[:DIGEST_LEN]) for adapter in admission.adapters.loaded)
     templates = [
         f"{file.parent.name}/{file.name}" for file in checkpoint.path.glob("additional_chat_templates/*.jinja")
     ]
@@ -94,5 +93,4 @@ def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),
         "num_sink_tokens": str(sinks),
-        **({"adapters": ", ".join(map("=".join, adapters))} if adapters else {}),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -27,6 +27,7 @@ class SampleGroup:
         self.request_id = requests[0].request_id
         self.num_completions = sampling.n  # completions that the user gets
         self.sampling = sampling
+        self.while_held_back: Callable[[], None] = lambda: None  # called for each delta that waits; may raise
         self._is_best_of = sampling.best_of is not None
         self._completions: list[Completion] = []
 
@@ -37,8 +38,10 @@ class SampleGroup:
             self._completions.append(completion)
         if not self._is_best_of:
             return [delta._replace(request_id=self.request_id, completion=completion)]
-        is_finished = len(self._completions) == len(self.requests)
-        return [_whole(completion) for completion in self._best()] if is_finished else []
+        if len(self._completions) < len(self.requests):
+            self.while_held_back()
+            return []
+        return [_whole(completion) for completion in self._best()]
 
     def _best(self) -> list[Completion]:
         # Samples with an error rank last. The sample index breaks ties, so the order of ending does not matter.

@@ -69,6 +69,9 @@ class BatchEngine:
     def identity(self) -> dict[str, str]:
         return self._llm.identity()
 
+    def adapter_digests(self) -> dict[str, str]:
+        return self._llm.engine_thread.engine.adapter_digests
+
     def begin(self, request: JobRequest) -> InFlight:
         self._check_stop()
         self._state.require_model(request.body.model)
@@ -84,7 +87,7 @@ class BatchEngine:
         samples = self._llm.engine_thread.engine.admit(prompt, params, **options)
         self._num_prompt_tokens[samples.request_id] = samples.requests[0].num_prompt_tokens
         self._llm.engine_thread.submit(samples, partial(self._send, samples.request_id))
-        return InFlight(samples.request_id, chats)
+        return InFlight.of(samples, chats)
 
     def _send(self, request_id: int, item: Delta | Exception) -> None:
         """Takes the output of a request on the engine's thread; the job reads completions alone, so it seldom wakes."""
@@ -102,6 +105,8 @@ class BatchEngine:
             num_prompt_tokens = self._num_prompt_tokens.pop(request_id, 0)
             if isinstance(item, QueueFullError):
                 self._full_until = time.monotonic() + POLL_SECONDS
+                yield Refusal(request_id, item)
+            elif isinstance(item, ValueError):  # such as for an adapter that was unloaded meanwhile
                 yield Refusal(request_id, item)
             elif isinstance(item, Exception):
                 raise item

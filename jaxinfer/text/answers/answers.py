@@ -151,10 +151,13 @@ class AnswerForm:
 
 
 class Answers:
-    """Makes the forms of answers for the model of one tokenizer, on any thread."""
+    """Makes the forms of answers for the model of one tokenizer, on any thread.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    `check_text(name, text)` raises ValueError for a rendered text that is too long to encode; by default none is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, check_text: Callable[[str, str], None] = lambda name, text: None) -> None:
+        self.tokenizer, self.check_text = tokenizer, check_text
         self._rules = SchemaRules()
 
     def form(

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxinfer.gguf.file import GGUFFile, read_gguf
+from jaxinfer.gguf.names import ENDS
 from jaxinfer.text.added_tokens import MAX_CHARACTERS, MAX_TOKENS
 from jaxinfer.text.backends.sentencepiece_model import SPACE, merges_of
 from jaxinfer.text.chat_template import DEFAULT, ChatTemplates
@@ -93,12 +94,9 @@ class _Vocabulary:
     kinds: Sequence[int]
 
     def of_kind(self, *kinds: int) -> dict[str, int]:
-        """Returns the tokens of these kinds with their ids; the first of equal ones."""
-        found: dict[str, int] = {}
-        for token_id, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
-            if kind in kinds and token:
-                found.setdefault(token, token_id)
-        return found
+        """Returns the tokens of these kinds with their ids, but for empty ones."""
+        pairs = enumerate(zip(self.tokens, self.kinds, strict=True))
+        return {token: token_id for token_id, (token, kind) in pairs if kind in kinds and token}
 
 
 def load_gguf_vocabulary(path: Path) -> tuple[tokenizers.Tokenizer, ChatTemplates] | None:
@@ -149,18 +147,33 @@ def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
     kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds
     if not isinstance(kinds, np.ndarray) or kinds.dtype.kind not in "iu" or len(kinds) != len(tokens):
         raise ValueError(f"tokenizer.ggml.token_type has no number for each of {len(tokens)} tokens; convert it again")
-    return _Vocabulary(tokens, kinds.tolist())
+    ids: dict[str, int] = {}
+    for token_id, token in enumerate(tokens):
+        if token and ids.setdefault(token, token_id) != token_id:
+            raise ValueError(
+                f"tokenizer.ggml.tokens has {shown(token)} twice, with the ids {ids[token]} and {token_id}, so that no"
+                " text has the second one; give one of them another text, and convert the model again"
+            )
+    # Those are no part of a text, whatever the file calls them.
+    ends = {ids[token] for token in ENDS if token in ids}
+    return _Vocabulary(tokens, [CONTROL if i in ends else kind for i, kind in enumerate(kinds.tolist())])
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Returns a tokenizer like GPT-2's, and True if it begins a text with a token unless told otherwise."""
     name = metadata.get(f"{PREFIX}pre")
+    if name in (None, "default"):
+        raise ValueError(
+            f"tokenizer.ggml.pre={shown(name)} does not name the rules by which its tokenizer cuts a text, and with"
+            " other rules the ids differ from those of the training; write the name into a copy by gguf-new-metadata"
+            f" --pre-tokenizer NAME (pip install gguf), one of {', '.join(CUTS)}, or convert the model again"
+        )
     if not isinstance(name, str) or name not in CUTS:
         raise ValueError(
             f"tokenizer.ggml.pre={shown(name)} is not supported; use a model with one of {', '.join(CUTS)}, or its"
             " safetensors"
         )
-    cut, ids = CUTS[name], vocabulary.of_kind(NORMAL, CONTROL, USER_DEFINED, BYTE)
+    cut, ids = CUTS[name], vocabulary.of_kind(NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE)
     merges = metadata.get(f"{PREFIX}merges")
     pairs = [_pair(merge) for merge in merges] if isinstance(merges, tuple) else None
     if pairs is None or not all(set(pair) | {"".join(pair)} <= ids.keys() for pair in pairs):

@@ -42,6 +42,7 @@ GREEDY = dataclasses.replace(BASE, temperature=0)
 # What each parameter is set to, beside what it is compared with. Greedy where a draw would hide what is meant.
 PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "n": (BASE, {"n": 2}),
+    "sample_index": (BASE, {"sample_index": 3}),
     "best_of": (BASE, {"best_of": 3}),
     "max_tokens": (BASE, {"max_tokens": 7}),
     "min_tokens": (dataclasses.replace(BASE, stop_token_ids=range(1, 60)), {"min_tokens": 9}),

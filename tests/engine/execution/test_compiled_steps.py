@@ -196,6 +196,56 @@ def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
         assert process.wait(600) == 130
 
 
+# A command of the command line, whose compiler is busy for minutes when it ends.
+COMMAND = """
+import sys, threading
+import jax, jax.numpy as jnp
+from jaxinfer.cli import main
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.step_shapes import plan_buckets
+
+has_begun = threading.Event()
+
+def compile_bucket(bucket):
+    if bucket != buckets[-1]:
+        def slow(x):
+            for _ in range(6_000):
+                x = jnp.cumsum(jnp.sin(x @ x), axis=0)[::-1]
+            return x
+        traced = jax.jit(slow).lower(jnp.ones((16, 16)))
+        has_begun.set()
+        traced.compile()
+        print("compiled", flush=True)
+
+def command():
+    global buckets
+    buckets = plan_buckets(EngineConfig())
+    steps = CompiledSteps(buckets, compile_bucket)
+    steps.wait_for_enough()
+    has_begun.wait()
+    steps.cancel()
+    print("ends", flush=True)
+    if sys.argv[2] == "raise":
+        raise RuntimeError("the engine has failed")
+    return int(sys.argv[2])
+
+main.main = command
+main.run()
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("0", 0), ("1", 1), ("2", 2), ("raise", 1)])
+def test_a_server_that_ends_leaves_the_compiler(end, status):
+    command = [sys.executable, "-c", COMMAND, "serve", end]
+
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+    assert (process.returncode, process.stdout) == (status, "ends\n")
+    assert ("RuntimeError: the engine has failed" in process.stderr) == (end == "raise")
+    assert not any(word in process.stderr.lower() for word in ("fatal", "abort", "terminate", "segmentation"))
+
+
 def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
     def compile_bucket(bucket):
         if bucket != LAST:

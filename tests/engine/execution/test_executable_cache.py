@@ -334,7 +334,7 @@ def test_a_setting_of_this_thread_alone_counts(folder, num_traces):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("source_digest", lambda *_: "another line"),
+        ("source_digest", lambda *_, **__: "another line"),
         ("_host", lambda: "another processor"),
         ("version", lambda _: "0.0.1"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from jaxinfer import SamplingParams
 from jaxinfer.batch_job import run_batch
 from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
+from jaxinfer.engine.frontend.admission import PromptTooLongError
 from tests.engine.engines import quick_engine, spelled
 
 TEMPLATE = (
@@ -59,6 +60,27 @@ def test_the_last_message_is_continued_without_a_word_about_an_answer(llm):
 
 
 ANSWERED = "<user>Hello<assistant>Good"
+
+
+@pytest.mark.parametrize("part", ["messages", "tools", "documents", "template"])
+def test_a_conversation_too_long_for_the_model_is_refused_before_it_is_encoded(llm, part, monkeypatch):
+    long = "ab" * 5_000
+    arguments: dict[str, Any] = {
+        "messages": {"messages": [{"role": "user", "content": long}]},
+        "tools": {"messages": HELLO, "tools": [{"name": "f", "description": long}]},
+        "documents": {"messages": HELLO, "documents": [{"text": long}]},
+        "template": {"messages": HELLO, "chat_template": f"{long}{TEMPLATE}"},
+    }[part]
+    template = TEMPLATE + "{{ tools }}{{ documents }}"
+    encoded = []
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda _, text, **__: encoded.append(text) or [1])
+
+    with pytest.raises(PromptTooLongError, match=r"^conversation 0: its text has 10,\d+ characters.* cannot spell it"):
+        llm.chat(sampling_params=GREEDY, show_progress=False, **{"chat_template": template, **arguments})
+
+    assert not encoded
+
+
 # What a line says beside its messages, and the prompt.
 LINES = [
     ({}, f"{ANSWERED}<a>0"),

@@ -48,6 +48,43 @@ def test_without_a_seed_all_samples_share_the_one_that_repeats_them(llm):
     assert tokens_of(second) == tokens_of(first)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 6])
+def test_each_sample_goes_on_from_its_first_tokens_by_its_index(llm, samples, num_tokens):
+    prompts = [[*PROMPT, *sample.token_ids[:num_tokens]] for sample in samples]
+    params = [
+        dataclasses.replace(ONE, sample_index=sample.sample_index, max_tokens=ONE.max_tokens - num_tokens)
+        for sample in samples
+    ]
+
+    rest = llm.generate(prompts, params, show_progress=False)
+
+    assert tokens_of(rest) == [sample.token_ids[num_tokens:] for sample in samples]
+    assert [c.sample_index for c in rest] == [0, 1, 2, 3]
+
+
+def test_the_samples_of_a_request_count_on_from_the_first_index(llm, samples):
+    last = llm.generate(PROMPT, dataclasses.replace(PARAMS, n=2, sample_index=2), show_progress=False)
+
+    assert [c.sample_index for c in last] == [2, 3]
+    assert tokens_of(last) == tokens_of(samples[2:])
+
+
+def test_a_fork_is_the_sample_after_those_of_its_request(llm, samples):
+    request_id = llm.add(PROMPT, dataclasses.replace(ONE, sample_index=2))
+    llm.step()
+    llm.fork(request_id)
+
+    completions = [delta.completion for delta in drain(llm) if delta.completion is not None]
+
+    assert sorted(c.sample_index for c in completions) == [2, 3]
+
+
+@pytest.mark.parametrize("fields", [{"sample_index": -1}, {"sample_index": 2**31 - 2, "n": 4}, {"sample_index": 1.5}])
+def test_an_index_that_no_sample_can_have_is_refused(fields):
+    with pytest.raises(ValueError, match=r"sample_index="):
+        SamplingParams(**fields)
+
+
 def test_best_of_gives_the_most_probable_first(llm, samples):
     best = llm.generate(PROMPT, dataclasses.replace(PARAMS, n=2, best_of=4), show_progress=False)
 
