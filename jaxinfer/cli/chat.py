@@ -195,7 +195,8 @@ class Chat:
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         while True:
-            prompt = self._tokenizer.apply_chat_template(messages, **self._rendering)
+            rendered = self._tokenizer.render_chat(messages, **self._rendering)
+            prompt = self._tokenizer.encode(rendered, add_special_tokens=False)
             message = self._text(prompt) if self._form is None else self._text_or_calls(self._form, prompt)
             messages = [*messages, message]
             if "tool_calls" not in message:

@@ -16,6 +16,7 @@ from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.openai.bodies import ChatBody, CompletionBody
 from jaxinfer.text.answers.answers import AnswerReader
 from jaxinfer.text.answers.parts import ArgumentsPiece, CallBegin, ContentPiece, ReasoningPiece
+from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.tokenizer import Tokenizer
 
 # The log-probability of an impossible token, as in OpenAI's API; JSON has no infinity.
@@ -228,11 +229,16 @@ def usage_of(prompts: Iterable[Sequence[Completion]]) -> dict[str, Any]:
     groups = [group for group in prompts if group]
     num_prompt = sum(len(group[0].prompt_token_ids) for group in groups)
     num_output = sum(len(completion.token_ids) for group in groups for completion in group)
+    num_cached = sum(group[0].num_cached_tokens for group in groups)
+    return usage_so_far(num_prompt, num_output) | {"prompt_tokens_details": {"cached_tokens": num_cached}}
+
+
+def usage_so_far(num_prompt: int, num_output: int) -> dict[str, Any]:
+    """Returns the numbers of tokens of a stream that goes on."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": sum(group[0].num_cached_tokens for group in groups)},
     }
 
 
@@ -338,11 +344,11 @@ def completion_choice(
 ) -> dict[str, Any]:
     """Returns a sample of a prompt's completion as a choice."""
     tokens = _CompletionTokens(body, tokenizer)
-    rows = [*tokens.prompt_rows(completion), *tokens.output_rows(completion)]
+    prompt, rows = tokens.prompt_text(completion), tokens.prompt_rows(completion)
     choice: dict[str, Any] = {
         "index": index,
-        "text": tokens.prompt_text(completion) + completion.text,
-        "logprobs": tokens.log_probs(rows),
+        "text": prompt + completion.text,
+        "logprobs": tokens.log_probs(tokens.output_rows(completion), rows, prompt),
         **_end(completion),
         "seed": completion.seed,
     }
@@ -387,11 +393,16 @@ _Row = tuple[int, float | None, Mapping[int, float]]
 
 
 class _CompletionTokens:
-    """Writes tokens as /v1/completions does; text offsets count the characters of the tokens so far."""
+    """Writes tokens as /v1/completions does. A text offset is the place of a token in the choice's text.
+
+    A token that is not in the text, such as a begin token, has the place of the next one that is; one that goes on with
+    a character has that character's place.
+    """
 
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer | None) -> None:
         self._body, self._tokenizer = body, tokenizer
         self._offset = 0
+        self._detokenizer = self._new_detokenizer(skips=body.skip_special_tokens is not False)
 
     def prompt_text(self, completion: Completion) -> str:
         if not self._body.echo:
@@ -406,22 +417,39 @@ class _CompletionTokens:
         tops = completion.prompt_top_log_probs or ({},) * len(completion.prompt_token_ids)
         return list(zip(completion.prompt_token_ids, completion.prompt_log_probs, tops, strict=False))
 
+    def _prompt_offsets(self, rows: Sequence[_Row], text: str) -> list[int]:
+        """Returns the places of a prompt's tokens in its text, behind which the output's tokens then begin."""
+        offsets, at = [], 0
+        detokenizer = self._new_detokenizer(skips=True)
+        for token_id, _, _ in rows:
+            offsets.append(min(at, len(text)))
+            name = self._text(token_id)
+            if detokenizer is None or self._tokenizer is None:
+                continue
+            # A special token is in the text only if the client has written it there.
+            is_special = not self._tokenizer.has_text(token_id)
+            shown = name if is_special and text.startswith(name, at) else detokenizer.push(token_id)
+            at += len(shown)
+        self._offset = len(text)
+        return offsets
+
     def output_rows(self, output: Completion | Delta) -> Sequence[_Row]:
         tops = output.top_log_probs or ({},) * len(output.token_ids)
         return list(zip(output.token_ids, output.log_probs, tops, strict=True))
 
-    def log_probs(self, rows: Sequence[_Row]) -> dict[str, Any] | None:
+    def log_probs(self, rows: Sequence[_Row], prompt: Sequence[_Row] = (), text: str = "") -> dict[str, Any] | None:
+        """Returns the fields of tokens, those of a prompt and its text before those of the output."""
         if self._body.logprobs is None:
             return None
-        texts = [self._text(token_id) for token_id, _, _ in rows]
-        offsets = []
-        for text in texts:
+        offsets = self._prompt_offsets(prompt, text) if prompt or text else []
+        for token_id, _, _ in rows:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += self._length(token_id)
+        rows = [*prompt, *rows]
         return {
             "text_offset": offsets,
             "token_logprobs": [None if value is None else _finite(value) for _, value, _ in rows],
-            "tokens": texts,
+            "tokens": [self._text(token_id) for token_id, _, _ in rows],
             "top_logprobs": [self._alternatives(*row) for row in rows] if self._body.logprobs else None,
         }
 
@@ -434,6 +462,15 @@ class _CompletionTokens:
             text = self._text(other)
             found[text] = max(_finite(value), found.get(text, -math.inf))
         return found
+
+    def _new_detokenizer(self, *, skips: bool) -> Detokenizer | None:
+        if self._tokenizer is None or self._body.logprobs is None:
+            return None
+        return Detokenizer(self._tokenizer, skip_special_tokens=skips)
+
+    def _length(self, token_id: int) -> int:
+        """Returns the number of characters by which the next token of the output makes the text longer."""
+        return 0 if self._detokenizer is None else len(self._detokenizer.push(token_id))
 
     def _text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.text_of(token_id)

@@ -20,6 +20,13 @@ MAX_STOPS = 128
 MAX_LISTED = 4_096  # of each other list
 MAX_TOKENS = 2**20  # of a prompt
 
+
+def _whole(value: Any) -> Any:
+    """Returns 4 for 4.0: JSON has one kind of number, and some languages write a point into each."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # Of a long list only the first wrong item is reported: an error for each would take seconds and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
@@ -39,6 +46,7 @@ def _bounded(values: Any) -> Any:
 
 
 Numbers = Annotated[dict[str, float], BeforeValidator(_bounded)]
+Labels = Annotated[dict[str, Any], BeforeValidator(_bounded)]
 
 
 class Body(BaseModel):
@@ -68,6 +76,7 @@ class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, Field(description="each chunk has the usage so far")] = False
     include_obfuscation: Literal[False] = False
 
 
@@ -77,8 +86,8 @@ class SamplingBody(Body):
     model: Name
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
+    n: Annotated[Integer, Field(ge=1)] | None = None
+    seed: Integer | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -87,14 +96,14 @@ class SamplingBody(Body):
     logit_bias: Numbers | None = None
     user: Annotated[Name, Field(description="the tenant, if the key has none")] | None = None
     # The engine's own.
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
+    no_repeat_ngram_size: Integer | None = None
     bad_words: Annotated[list[TokenIds], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -103,10 +112,16 @@ class SamplingBody(Body):
     choices: Texts | None = None
     grammar: Text | None = None
     logits_processors: Numbers | None = None
-    prompt_log_probs: int | None = None
+    prompt_log_probs: Integer | None = None
     priority: Literal["interactive", "batch"] | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
     cache_salt: Name | None = None
+    # Hints and labels, which change no token: the server finds equal prefixes by itself, and keeps nothing else.
+    metadata: Labels | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: Labels | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     return_token_ids: Annotated[bool, Field(description="add the ids of prompt and output to the answer")] = False
 
     @model_validator(mode="after")
@@ -116,10 +131,6 @@ class SamplingBody(Body):
         return self
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "metadata": (({},), "the server stores nothing"),
-        "safety_identifier": ((), "the server sends reports to no one"),
-        "prompt_cache_key": ((), "equal beginnings are found by themselves; `cache_salt` separates users"),
-        "prompt_cache_retention": ((), "the cache keeps what it has room for"),
         "service_tier": (("auto", "default"), "`priority` says what goes first"),
     }
 
@@ -131,10 +142,10 @@ class CompletionBody(SamplingBody):
         Text | TokenIds | Prompts,
         Field(description="text, token ids, or several of these"),
     ]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=-1, description="-1: all that the prompt leaves")] | None = None
+    best_of: Annotated[Integer, Field(ge=1)] | None = None
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0)] | None = None
     prediction: Annotated[Text | TokenIds, Field(description="what the output may resemble")] | None = None
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -184,10 +195,10 @@ class ChatBody(SamplingBody):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[Objects, Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Integer, Field(ge=-1, description="-1: all that the prompt leaves")] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=-1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
@@ -208,14 +219,20 @@ class ChatBody(SamplingBody):
         "audio": ((), "the models write text alone"),
         "store": ((False,), "the server stores nothing"),
         "verbosity": (("medium",), "no template reads it"),
+        "moderation": ((), "the server judges no text"),
         "web_search_options": ((), "the server searches nothing"),
+        "functions": (([],), "it is the older name of `tools`, which has another form"),
+        "function_call": (("auto", "none"), "it is the older name of `tool_choice`, which has another form"),
     }
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ChatBody:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are both given; give one")
-        if self.top_logprobs is not None and not self.logprobs:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("max_tokens and max_completion_tokens are both given, and differ; give one")
+        if 0 in limits:
+            raise ValueError("max_tokens=0 leaves no answer; give at least 1, or -1 for all that the prompt leaves")
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if self.tools and self.skip_special_tokens is False:
             raise ValueError("skip_special_tokens=false shows an answer as it is, and tools need its parts; give one")
@@ -228,7 +245,7 @@ class EmbeddingBody(Body):
     model: Name
     input: Text | TokenIds | Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
+    dimensions: Integer | None = None
     user: Name | None = None
     # The engine's own.
     pooling: Literal["last", "mean"] = "last"
@@ -244,6 +261,8 @@ class TokenizeBody(Body):
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[Objects, Field(min_length=1)] | None = None
+    tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
+    documents: Objects | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -255,6 +274,8 @@ class TokenizeBody(Body):
     def _has_one_text(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.prompt is not None and (self.tools or self.documents):
+            raise ValueError("tools and documents belong to messages; give these, or leave them out")
         return self
 
 

@@ -54,6 +54,18 @@ class RefusedError(ValueError):
         return {"error": detail}
 
 
+# The ends of paths that clients ask for, and the routes that answer the same questions.
+CHAT_ROUTE = "/v1/chat/completions"
+INSTEAD = {
+    "/responses": f"POST {CHAT_ROUTE}, for which most clients have a setting",
+    "/messages": f"POST {CHAT_ROUTE}, in OpenAI's form and not Anthropic's",
+    "/chat/completions": f"POST {CHAT_ROUTE}; give the client a base URL that ends in /v1",
+    "/completions": "POST /v1/completions; give the client a base URL that ends in /v1",
+    "/embeddings": "POST /v1/embeddings; give the client a base URL that ends in /v1",
+    "/models": "GET /v1/models; give the client a base URL that ends in /v1",
+    "/api/chat": f"POST {CHAT_ROUTE}, in OpenAI's form and not Ollama's",
+    "/api/generate": "POST /v1/completions, in OpenAI's form and not Ollama's",
+}
 UNKNOWN_FAILURE = RefusedError(500, "the server has failed on this request; its log says why", kind="server_error")
 
 
@@ -62,6 +74,15 @@ def require_known_model(name: str | None, names: Sequence[str], owner: str) -> N
     if name is not None and name not in names:
         message = f"the model {shown(name)} does not exist; this {owner} has {', '.join(names)}"
         raise RefusedError(404, message, param="model", code="model_not_found")
+
+
+def unknown_route(method: str, path: str, reason: str, status: int) -> RefusedError:
+    """Returns the refusal of a request to a path or by a method that is not there; of OpenAI's API it names what is."""
+    message = f"{method} {path}: {reason}"
+    if status == 404 and path.rstrip("/").endswith(tuple(INSTEAD)):
+        name = next(ending for ending in INSTEAD if path.rstrip("/").endswith(ending))
+        message += f"; this server has {INSTEAD[name]}"
+    return RefusedError(status, message)
 
 
 def refusal_of(

@@ -14,30 +14,34 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 # Fields with the name, meaning and values that they have in `SamplingParams`.
 SAME = (
-    *("n", "seed", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("n", "stop", "temperature", "presence_penalty", "frequency_penalty", "min_p"),
     *("typical_p", "repetition_penalty", "no_repeat_ngram_size", "bad_words", "allowed_token_ids", "min_tokens"),
     *("stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "choices", "grammar"),
     *("logits_processors", "prompt_log_probs"),
 )
 EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
 ANY_OBJECT = {"type": "object"}
+OFF = -1  # of top_k, seed and max_tokens, as other servers have it
+LEAST_TOP_P = 1e-9  # in place of 0: it keeps the most probable token alone
 MAX_COMPLETION_TOKENS = 16  # of /v1/completions, where neither the request nor the checkpoint states it
 
 
-def of_completion(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+def of_completion(body: CompletionBody, defaults: SamplingParams, max_model_len: int) -> SamplingParams:
     """Returns the sampling of a completion; fields that the body leaves out are as in `defaults`.
+
+    With max_tokens=-1 it may take what the prompt leaves of `max_model_len`.
 
     Raises ValueError with the field, its value and the way out.
     """
     fields = _same(body)
     if body.max_tokens is not None:
         # The engine samples at least one token; the answer leaves it out.
-        fields["max_tokens"] = max(body.max_tokens, 1)
+        fields["max_tokens"] = TotalLength(max_model_len) if body.max_tokens == OFF else max(body.max_tokens, 1)
     elif defaults.max_tokens == SamplingParams.max_tokens:
         fields["max_tokens"] = MAX_COMPLETION_TOKENS
     if body.max_tokens == 0 and not body.echo:
         raise ValueError("max_tokens=0 without echo would return nothing; give echo=true, or at least 1")
-    if body.best_of is not None:
+    if body.best_of is not None and not (body.stream and body.best_of == fields.get("n", defaults.n)):
         if body.stream:
             raise ValueError(f"best_of={body.best_of} cannot be streamed: the best samples are known at the end")
         fields["best_of"] = body.best_of
@@ -55,11 +59,11 @@ def of_chat(body: ChatBody, defaults: SamplingParams, max_model_len: int) -> Sam
     """
     fields = _same(body)
     limit = body.max_completion_tokens or body.max_tokens
-    if limit is not None:
+    if limit is not None and limit != OFF:
         fields["max_tokens"] = limit
-    elif defaults.max_tokens == SamplingParams.max_tokens:
+    elif limit == OFF or defaults.max_tokens == SamplingParams.max_tokens:
         fields["max_tokens"] = TotalLength(max_model_len)
-    if body.top_logprobs is not None:
+    if body.top_logprobs:
         fields["log_probs"] = body.top_logprobs
     if (form := body.response_format) is not None and form.type != "text":
         if "json_schema" in fields:
@@ -93,7 +97,7 @@ def rendering_of(body: ChatBody) -> dict[str, Any]:
     if body.reasoning_effort is not None:
         variables[EFFORT] = body.reasoning_effort
     return {
-        "tools": body.tools,
+        "tools": body.tools or None,
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "answer_style": body.answer_style,
@@ -115,6 +119,12 @@ def require_effort_is_read(tokenizer: Tokenizer | None, rendering: Mapping[str, 
 
 def _same(body: SamplingBody) -> dict[str, Any]:
     fields = {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    if body.top_k is not None:
+        fields["top_k"] = 0 if body.top_k == OFF else body.top_k
+    if body.top_p is not None:
+        fields["top_p"] = body.top_p or LEAST_TOP_P
+    if body.seed is not None:
+        fields["seed"] = None if body.seed == OFF else body.seed
     if body.logit_bias is not None:
         fields["logit_bias"] = [(_token_id(key), bias) for key, bias in body.logit_bias.items()]
     return fields

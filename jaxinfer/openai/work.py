@@ -11,7 +11,7 @@ from jaxinfer.engine.frontend.admission import Prompt, RequestOptions
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.openai.answers import as_asked, chat_choice, completion_choice, usage_of
 from jaxinfer.openai.bodies import ChatBody, CompletionBody
-from jaxinfer.openai.messages import plain_messages
+from jaxinfer.openai.messages import require_messages
 from jaxinfer.openai.parameters import of_chat, of_completion, options_of, rendering_of
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -33,9 +33,11 @@ def work_of(body: ChatBody | CompletionBody, defaults: SamplingParams, max_model
     """
     if isinstance(body, ChatBody):
         sampling = of_chat(body, defaults, max_model_len)
-        chat = {**rendering_of(body), "messages": [plain_messages(body.messages)]}
+        require_messages(body.messages)
+        chat = {**rendering_of(body), "messages": [body.messages]}
         return Work(chat=chat, sampling=sampling, options=options_of(body))
-    return Work(prompts=prompts_of(body.prompt), sampling=of_completion(body, defaults), options=options_of(body))
+    sampling = of_completion(body, defaults, max_model_len)
+    return Work(prompts=prompts_of(body.prompt), sampling=sampling, options=options_of(body))
 
 
 def prompts_of(given: Any) -> list[Any]:

@@ -23,13 +23,14 @@ from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.frontend.admission import ONE_TOKEN
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.openai import answers
-from jaxinfer.openai.answers import ChatChunks, CompletionChunks, Heading, usage_of
+from jaxinfer.openai.answers import ChatChunks, CompletionChunks, Heading, usage_of, usage_so_far
 from jaxinfer.openai.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
     SamplingBody,
+    StreamOptions,
     TokenizeBody,
 )
 from jaxinfer.openai.errors import (
@@ -37,8 +38,9 @@ from jaxinfer.openai.errors import (
     ErrorBody,
     RefusedError,
     refused_body,
+    unknown_route,
 )
-from jaxinfer.openai.messages import plain_messages
+from jaxinfer.openai.messages import require_messages
 from jaxinfer.openai.work import answer_of, prompts_of, work_of
 from jaxinfer.serve.access import Client
 from jaxinfer.serve.batches.batches import Batches
@@ -105,8 +107,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        response = refusal_response(RefusedError(error.status_code, message, code=None))
+        refused = unknown_route(request.method, request.url.path, str(error.detail), error.status_code)
+        response = refusal_response(refused)
         response.headers.update(error.headers or {})
         return response
 
@@ -219,8 +221,10 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
         with state.refusals(body):
             if body.messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
-                chat = {name: getattr(body, name) for name in names}
-                chat["messages"] = [await asyncio.to_thread(plain_messages, body.messages)]
+                chat = {name: getattr(body, name) for name in (*names, "documents")}
+                # The template shows the tools, and no structure need be compiled for calls.
+                chat |= {"messages": [body.messages], "tools": body.tools or None, "tool_choice": "none"}
+                require_messages(body.messages)
                 (tokens,) = (await state.render(chat, None)).prompts
             else:
                 assert body.prompt is not None
@@ -289,22 +293,30 @@ async def _chunks(
     before: Sequence[dict[str, Any]],
 ) -> AsyncIterator[bytes]:
     """Yields the events of a stream: what comes `before`, the choices of its deltas, and its usage if asked for."""
-    has_usage = body.stream_options is not None and body.stream_options.include_usage
-    fields = heading.fields() | ({"usage": None} if has_usage else {})
+    options = body.stream_options or StreamOptions()
+    fields = heading.fields() | ({"usage": None} if options.include_usage else {})
+    num_output = 0
+
+    def chunk(choice: dict[str, Any]) -> bytes:
+        is_counted = options.continuous_usage_stats
+        usage = {"usage": usage_so_far(stream.num_prompt_tokens, num_output)} if is_counted else {}
+        return event(fields | choice | usage)
+
     place = dict(zip(stream.request_ids, count()))
     completions: list[list[Completion]] = [[] for _ in stream.request_ids]
-    for chunk in before:
-        yield event(fields | chunk)
+    for first in before:
+        yield chunk(first)
     with state.refusals(body):
         async for delta in stream:
             index = place[delta.request_id]
+            num_output += len(delta.token_ids)
             state.count_output(request, sampling, delta)
             if (completion := delta.completion) is not None:
                 completions[index].append(completion)
                 state.require_success([completion])
             if (choice := choices_of[index](delta)) is not None:
-                yield event(fields | {"choices": [choice]})
-    if has_usage:
+                yield chunk({"choices": [choice]})
+    if options.include_usage:
         yield event(fields | {"choices": [], "usage": usage_of(completions)})
     yield DONE
 

@@ -9,24 +9,37 @@ from __future__ import annotations
 
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from jaxinfer.plain_values import is_missing, plain_mapping
+from jaxinfer.text.conversation.facts import TemplateFacts, facts_of
+from jaxinfer.text.conversation.messages import fit_messages, plain_message
 from jaxinfer.text.files import read_object, read_text
 from jaxinfer.text.limited_process import EndedError, LimitedProcesses, LimitError
 from jaxinfer.validation import as_bool, as_plain, as_tuple, cut, require, shown
 
 MAX_SECONDS = 1  # of processor time
+MAX_TRIAL_SECONDS = 3  # for the facts of a template, which renders some 30 short conversations
 NUM_PROCESSES = min(max(os.cpu_count() or 1, 2), 4)
+NUM_KNOWN, MAX_KNOWN = 16, 2**18  # templates with known facts, and characters of each
 MAX_CHARACTERS = 2**24  # of a template and its variables, and of its text
 MAX_DEPTH = 100  # of a template's variables
 MAX_MESSAGE = 300  # characters of a template's own error
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which a message has its reasoning
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the final message ends
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+# Variables that every template has, or that Jinja has itself.
+OWN = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt"),
+        *("continue_final_message", "chat_template", "conversation", "self"),
+    }
+)
+SWITCHES = ("enable_thinking", "thinking")  # which clients turn off for every model
 
 
 class ChatTemplates:
@@ -36,6 +49,8 @@ class ChatTemplates:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._processes = LimitedProcesses("jaxinfer.text.chat_template", NUM_PROCESSES)
+        self._facts: OrderedDict[str, TemplateFacts] = OrderedDict()
+        self._facts_lock = Lock()
 
     @classmethod
     def from_path(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplates:
@@ -71,18 +86,89 @@ class ChatTemplates:
         names = ", ".join(sorted(self._templates))
         raise ValueError(f"this checkpoint has no default chat template; give chat_template=... as one of {names}")
 
+    def facts(self, template: str) -> TemplateFacts:
+        """Returns the facts of a template; ValueError if it is none, or takes too long."""
+        with self._facts_lock:
+            known = self._facts.get(template)
+        if known is None:
+            question = {"template": template, "special_tokens": self._special_tokens}
+            known = TemplateFacts.from_json(self._ask(question, MAX_TRIAL_SECONDS))
+        if len(template) > MAX_KNOWN:
+            return known
+        with self._facts_lock:
+            self._facts[template] = known
+            self._facts.move_to_end(template)
+            if len(self._facts) > NUM_KNOWN:
+                self._facts.popitem(last=False)
+        return known
+
     def render(
         self,
         conversation: Sequence[Mapping[str, Any]],
         *,
+        variables: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        **arguments: Any,
+    ) -> str:
+        """Returns the text of a conversation, as `transformers` does.
+
+        The template gets the messages as they are, and `variables` that it may not read. The other arguments are those
+        of `Tokenizer.apply_chat_template`.
+        """
+        template = self._chosen(chat_template, arguments)
+        messages = [plain_message(message) for message in json_objects("messages", conversation)]
+        return self._rendered(template, messages, variables or {}, **arguments)
+
+    def render_chat(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        **arguments: Any,
+    ) -> str:
+        """Returns the text of a conversation whose messages come from a client, see `fit_messages`.
+
+        Raises ValueError for messages, documents and `variables` that the template does not read. The other arguments
+        are those of `render`.
+        """
+        template = self._chosen(chat_template, arguments)
+        facts, variables = self.facts(template), variables or {}
+        self._require_read(template, facts, variables)
+        if arguments.get("documents") and "documents" not in facts.variables:
+            raise ValueError("documents cannot be honoured: the chat template does not show them; leave them out")
+        messages = fit_messages(json_objects("messages", conversation), facts)
+        return self._rendered(template, messages, variables, **arguments)
+
+    def _chosen(self, chat_template: str | None, arguments: Mapping[str, Any]) -> str:
+        return self.choose(as_plain("chat_template", chat_template), arguments.get("tools") is not None)
+
+    def _require_read(self, template: str, facts: TemplateFacts, variables: Mapping[str, Any]) -> None:
+        """Raises ValueError for a variable that a template has already, or does not read."""
+        if taken := sorted(variables.keys() & OWN):
+            raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
+        # A model that never thinks need not be told so.
+        is_plain = not any(word in template.lower() for word in ("think", "reasoning"))
+        for name, value in variables.items():
+            is_moot = value is None or (is_plain and name in SWITCHES and value is False)
+            if name not in facts.variables and not is_moot:
+                read = sorted(facts.inputs - OWN - self._special_tokens.keys())
+                raise ValueError(
+                    f"chat_template_kwargs has {shown(name)}, which the chat template does not read; leave it out, or"
+                    f" give what it reads: {', '.join(read) or 'nothing beside the conversation'}"
+                )
+
+    def _rendered(
+        self,
+        template: str,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
-        **variables: Any,
     ) -> str:
-        """Returns the text of a conversation; the arguments are those of `Tokenizer.apply_chat_template`."""
         add_generation_prompt = as_bool("add_generation_prompt", add_generation_prompt)
         continue_final_message = as_bool("continue_final_message", continue_final_message)
         if continue_final_message and add_generation_prompt:
@@ -90,9 +176,7 @@ class ChatTemplates:
                 "continue_final_message=True with add_generation_prompt=True: the first continues the last message, the"
                 " second begins another one; give one of them"
             )
-        template = self.choose(as_plain("chat_template", chat_template), tools is not None)
-        messages = [_message(message) for message in json_objects("messages", conversation)]
-        require(bool(messages), "messages", conversation, "at least one message")
+        require(bool(messages), "messages", messages, "at least one message")
         final = _mark_end(messages[-1], template) if continue_final_message else None
         question = {
             "template": template,
@@ -105,21 +189,22 @@ class ChatTemplates:
                 "add_generation_prompt": add_generation_prompt,
             },
         }
-        text = self._ask(question)
+        text = self._ask(question, MAX_SECONDS)
         return text if final is None else _cut_at_end(text, final)
 
-    def _ask(self, question: dict[str, Any]) -> str:
+    def _ask(self, question: dict[str, Any], max_seconds: float) -> Any:
+        """Returns the text of a conversation, or the facts of a template."""
         if len(json.dumps(question)) > MAX_CHARACTERS:
             raise ValueError(f"template and messages have more than {MAX_CHARACTERS:,} characters; give fewer")
         try:
-            text, error = self._processes.ask(question, MAX_SECONDS)
+            found, error = self._processes.ask(question, max_seconds)
         except LimitError as limit:
             raise ValueError(f"the chat template takes more than {limit}; use another one") from None
         except EndedError as end:
             raise ValueError(f"the chat template ends the process that renders it ({end}); use another one") from None
         if error is not None:
             raise ValueError(f"the chat template cannot render these messages: {error}")
-        return text
+        return found
 
 
 def _by_name(stated: Any, file: Path) -> dict[str, str]:
@@ -143,13 +228,6 @@ def json_objects(name: str, values: Any) -> list[dict[str, Any]]:
             isinstance(value, Mapping), f"{name}[{index}]", value, "a mapping, such as a message with role and content"
         )
     return [_as_json(dict(value), f"{name}[{index}]", depth=1) for index, value in enumerate(values)]
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message as templates expect it: without keys that are None, its reasoning under each of its names."""
-    message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((message[name] for name in REASONING if name in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _as_json(value: Any, place: str, depth: int = 0) -> Any:
@@ -198,20 +276,25 @@ def _cut_at_end(text: str, final: str) -> str:
     return text[:mark] if is_whole else text[:mark].rstrip()
 
 
-def answers() -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
-    """Returns the function of the process, from a template and its variables to a text, or to an error."""
+def answers() -> Callable[[dict[str, Any]], tuple[Any, str | None]]:
+    """Returns the function of the process, from a template and its variables to a text, or to an error.
+
+    A template alone, with the special tokens that it may use, is answered by its facts.
+    """
     import jinja2
 
     environment = _environment()
     compiled: dict[str, jinja2.Template] = {}
 
-    def render(question: dict[str, Any]) -> tuple[str | None, str | None]:
+    def answer(question: dict[str, Any]) -> tuple[Any, str | None]:
         source = question["template"]
         try:
+            if "special_tokens" in question:
+                return facts_of(environment, source, question["special_tokens"]), None
             if source not in compiled:
                 compiled.clear()
                 compiled[source] = environment.from_string(source)
-            text = compiled[source].render(**question["variables"])
+            text = compiled[source].render(question["variables"])
         except MemoryError:
             raise  # ends the process, as the limit should
         except Exception as error:  # a template can raise any
@@ -221,7 +304,7 @@ def answers() -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
             return None, f"the text has {size}; use another chat_template"
         return text, None
 
-    return render
+    return answer
 
 
 def _environment() -> Any:

@@ -181,7 +181,7 @@ def _translate_names(part: Schema, schema: Schema) -> None:
         part |= {"patternProperties": {pattern: others}, "additionalProperties": False}
         del part["propertyNames"]
     elif not given and keywords.keys() == {"pattern"}:
-        part |= {"patternProperties": {keywords["pattern"]: others}, "additionalProperties": False}
+        part |= {"patternProperties": {str(keywords["pattern"]): others}, "additionalProperties": False}
         del part["propertyNames"]
 
 

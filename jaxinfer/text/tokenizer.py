@@ -185,9 +185,16 @@ class Tokenizer:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **variables,
+            variables=variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_chat(self, conversation: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Returns the text of a conversation that a client sends, to be encoded without special tokens.
+
+        The arguments are those of `ChatTemplates.render_chat`, with the same errors.
+        """
+        return self.chat_templates.render_chat(conversation, **arguments)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes without unknown ids, by default without special tokens; bytes that are not UTF-8 become U+FFFD."""

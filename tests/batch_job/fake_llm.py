@@ -22,13 +22,12 @@ MAX_RUNNING = 3
 class FakeTokenizer:
     """Has a name for each token; a chat is rendered as its last message."""
 
-    chat_templates = ChatTemplates({"default": "fake"}, {})
+    chat_templates = ChatTemplates({"default": "fake {{ tools }}"}, {})
 
     def text_of(self, token_id: int) -> str:
         return f"t{token_id}"
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, **arguments: Any) -> str:
-        assert not tokenize
+    def render_chat(self, conversation: Any, **arguments: Any) -> str:
         if not conversation:
             raise ValueError("no messages")
         self.rendered = {"conversation": conversation, **arguments}

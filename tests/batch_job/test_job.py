@@ -594,7 +594,12 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
     llm = FakeLLM()
     run(tmp_path, llm)
 
-    rendered = {"conversation": chat["messages"], "tools": chat["tools"], "documents": None, "mood": "calm"}
+    rendered = {
+        "conversation": chat["messages"],
+        "tools": chat["tools"],
+        "documents": None,
+        "variables": {"mood": "calm"},
+    }
     rendered |= {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False}
     assert llm.tokenizer.rendered == rendered
     records = {record["custom_id"]: record for record in records_of(tmp_path / "out.jsonl")}

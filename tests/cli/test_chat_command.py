@@ -129,7 +129,7 @@ def test_the_template_is_read_from_a_file(chat, llm, monkeypatch, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     rendered = []
     monkeypatch.setattr(
-        "tests.batch_job.fake_llm.FakeTokenizer.apply_chat_template",
+        "tests.batch_job.fake_llm.FakeTokenizer.render_chat",
         lambda self, conversation, **arguments: (
             rendered.append(arguments) or setattr(self, "rendered", {"conversation": conversation}) or "x"
         ),

@@ -7,6 +7,7 @@ import json
 from itertools import chain
 from typing import Any
 
+import httpx
 import jsonschema
 import numpy as np
 import openai
@@ -16,7 +17,8 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.openai import answers
 from jaxinfer.openai.errors import refused_body
 from jaxinfer.serve import app
-from tests.serve.servers import NAME, TEMPLATE
+from tests.engine.engines import quick_async_engine
+from tests.serve.servers import NAME, TEMPLATE, serving
 
 pytestmark = pytest.mark.usefixtures("stays_idle")
 
@@ -262,6 +264,27 @@ def test_a_stream_tells_its_usage_if_it_is_asked(client):
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
 
+@pytest.mark.parametrize("has_last", [True, False])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_each_chunk_of_a_stream_tells_the_usage_so_far_if_it_is_asked(client, is_chat, has_last):
+    options: Any = {"include_usage": has_last, "continuous_usage_stats": True}
+    fields: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 5, "stream": True}
+    fields |= {"stream_options": options, "extra_body": {"ignore_eos": True}}
+    create = client.chat.completions.create if is_chat else client.completions.create
+
+    chunks = list(create(**fields, **({"messages": TALK} if is_chat else {"prompt": ["a", "bc"]})))
+
+    usages = [chunk.usage for chunk in chunks]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == (5 if is_chat else 10)
+    assert len({chunk.usage.prompt_tokens for chunk in chunks}) == 1
+    assert all(
+        chunk.usage.total_tokens == chunk.usage.prompt_tokens + n for chunk, n in zip(chunks, counts, strict=True)
+    )
+    assert (chunks[-1].choices == []) == has_last
+
+
 def test_parts_of_text_and_the_last_message_to_continue(llm, client):
     talk = [*TALK, {"role": "assistant", "content": "yes"}]
     params = SamplingParams(temperature=0, max_tokens=5)
@@ -310,6 +333,20 @@ def test_tokens_there_and_back(llm, http):
     assert llm.tokenizer.decode(rendered) == "system:be brief user:hi a:"
 
 
+def test_tools_of_a_conversation_are_tokenized_with_it(checkpoint, tmp_path):
+    template = TEMPLATE + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with (
+        serving(quick_async_engine(checkpoint), chat_template=template) as (_, address),
+        httpx.Client(base_url=address, timeout=100) as http,
+    ):
+        bare, shown = (
+            http.post("/tokenize", json={"messages": TALK, **more, "return_token_strs": True}).json()["token_strs"]
+            for more in ({}, {"tools": tools})
+        )
+    assert "".join(shown) == "".join(bare) + "f"
+
+
 # ---- refusals
 
 
@@ -321,7 +358,7 @@ def test_tokens_there_and_back(llm, http):
         ({"service_tier": "flex"}, "service_tier", "cannot be honoured"),
         ({"temperature": -1}, "temperature", "temperature=-1.0 is not allowed"),
         ({"temperature": "1"}, "temperature", "valid number"),
-        ({"top_k": -1}, "top_k", "top_k=-1 is not allowed"),
+        ({"top_k": -2}, "top_k", "top_k=-2 is not allowed"),
         ({"max_tokens": 0}, "max_tokens", "without echo"),
         ({"n": 129, "temperature": 1.0}, "n", "more than max_samples=128"),
         ({"logprobs": 5}, None, "log_probs=5 is more than max_log_probs=4"),
@@ -355,6 +392,42 @@ def test_a_template_of_a_request_is_refused_unless_the_server_allows_it(client):
     with pytest.raises(openai.BadRequestError, match="--allow-chat-templates") as refused:
         client.chat.completions.create(model=NAME, messages=TALK, extra_body={"chat_template": "a"})
     assert refused.value.param == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "an argument of its own"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "an argument of its own"),
+        ({"chat_template_kwargs": {"conversation": []}}, "chat_template_kwargs", "an argument of its own"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "does not read"),
+        ({"documents": [{"text": "a"}]}, "documents", "does not show them"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not show the model"),
+        ({"messages": [*TALK, {"role": "user", "content": "a", "mood": "b"}]}, "messages", "messages[2].mood"),
+    ],
+)
+def test_a_field_that_the_template_does_not_read_is_refused_by_its_name(client, fields, param, message):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/chat/completions", body={"model": NAME, "messages": TALK, **fields}, cast_to=object)
+
+    assert message in refused.value.message
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/responses", "POST /v1/chat/completions"),
+        ("/v1/messages", "not Anthropic's"),
+        ("/chat/completions", "a base URL that ends in /v1"),
+        ("/api/chat", "not Ollama's"),
+    ],
+)
+def test_a_path_of_another_api_is_answered_with_the_route_that_there_is(http, path, instead):
+    answer = http.post(path, json={})
+
+    assert answer.status_code == 404
+    assert instead in answer.json()["error"]["message"]
 
 
 def test_an_unknown_model_is_not_found(client):

@@ -27,6 +27,9 @@ TOOLS: list[Any] = [
 ]
 
 
+NAMED: Any = {"type": "function", "function": {"name": "stop"}}
+
+
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory):
     return save_checkpoint_with_marks(tmp_path_factory.mktemp("marks"))
@@ -131,6 +134,12 @@ def test_an_answer_can_be_had_as_it_is_written(llm, client):
     [
         ({"tool_choice": "required"}, "demands a tool call"),
         ({"tool_choice": "dance", "answer_style": "hermes"}, "tool_choice='dance'"),
+        ({}, "the chat template does not show the model these 2"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}}, "not show"),
+        (
+            {"tools": [{"name": "f", "inputSchema": SCHEMA}], "tool_choice": "required", "answer_style": "llama3"},
+            "tools[0].inputSchema",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}], "answer_style": "hermes"}, "tools[0].name"),
         ({"answer_style": "none"}, "answer_style"),
         ({"skip_special_tokens": False}, "tools need its parts"),

@@ -463,23 +463,19 @@ def render(
 
     `check_text(name, text)` raises ValueError for a text that is too long to encode. With add_generation_prompt=None
     the template begins an answer, unless it continues the final message. The other arguments are those of
-    `Tokenizer.apply_chat_template`. Raises ValueError if a conversation cannot be rendered.
+    `Tokenizer.render_chat`. Raises ValueError if a conversation cannot be rendered.
     """
     variables = as_plain("chat_template_kwargs", variables, plain_mapping)
     is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
     require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
-    variables = dict(variables or {})
     continues = as_bool("continue_final_message", continue_final_message)
     begins = not continues if add_generation_prompt is None else add_generation_prompt
     arguments |= {"continue_final_message": continues, "add_generation_prompt": begins}
-    if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
-        raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
     prompts: list[list[int]] = []
     for i, conversation in enumerate(as_conversations(messages)):
         try:
             _require_value("messages", conversation)
-            text = tokenizer.apply_chat_template(conversation, **arguments, **variables, tokenize=False)
-            assert isinstance(text, str)
+            text = tokenizer.render_chat(conversation, variables=variables, **arguments)
             check_text("its text", text)
             prompts.append(tokenizer.encode(text, add_special_tokens=False))
         except PromptTooLongError as error:

@@ -10,7 +10,9 @@ from jaxinfer.engine.frontend.admission import Conversation, RequestOptions, as_
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.answers.answers import AnswerForm, Answers
+from jaxinfer.text.answers.tools import read_choice
 from jaxinfer.text.chat_template import json_objects
+from jaxinfer.validation import as_plain
 
 
 class Rendering(TypedDict, total=False):
@@ -71,6 +73,8 @@ def render_chats(
     tools = None if tools is None else json_objects("tools", tools)
     if answers is None:
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
+    if tools and answer_style is None:
+        _require_shown(answers, tools, tool_choice, chat_template)
     prompts = render(
         answers.tokenizer,
         messages,
@@ -93,3 +97,19 @@ def render_chats(
     given = [default_params if one is None else one for one in as_params(sampling_params, len(prompts))]
     params = [form.sampling_params(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
     return Chats(prompts, params, form)
+
+
+def _require_shown(answers: Answers, tools: Sequence[Any], tool_choice: Any, chat_template: str | None) -> None:
+    """Raises ValueError if the model may call tools that its template does not show: it could not know of them.
+
+    A demand for calls is another matter: then a structure writes them, or the form of the answer is refused.
+    """
+    if read_choice(tool_choice).word == "auto":
+        templates = answers.tokenizer.chat_templates
+        template = templates.choose(as_plain("chat_template", chat_template), has_tools=True)
+        if "tools" not in templates.facts(template).variables:
+            raise ValueError(
+                f"tools cannot be honoured: the chat template does not show the model these {len(tools)}; leave them"
+                ' out, demand a call by tool_choice="required", or describe the tools in a message and give'
+                " answer_style=..., the style of calls"
+            )

@@ -121,6 +121,31 @@ def test_a_line_with_a_wrong_option_gets_an_error_by_its_name(llm, tmp_path):
         assert record["error"].startswith(f"{record['custom_id']}=")
 
 
+def test_parts_of_text_are_those_of_a_text_at_every_door(llm, tmp_path):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    (name, *_) = llm.model_names
+    body = {"model": name, "messages": parts, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    own = {"custom_id": "own", "messages": parts, "chat_template": TEMPLATE, "temperature": 0, "max_tokens": 4}
+    line = {
+        "custom_id": "line",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {**body, "chat_template": TEMPLATE},
+    }
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, (own | {"ignore_eos": True}, line))))
+
+    (chat,) = llm.chat(parts, GREEDY, chat_template=TEMPLATE, show_progress=False)
+    run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", show_progress=False)
+
+    whole = [{"role": "user", "content": "Hel\nlo"}]
+    (other,) = llm.chat(whole, GREEDY, chat_template=TEMPLATE, show_progress=False)
+    assert (chat.prompt_token_ids, chat.token_ids) == (other.prompt_token_ids, other.token_ids)
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    records = {record["custom_id"]: record for record in map(json.loads, lines)}
+    assert records["own"]["num_prompt_tokens"] == len(chat.prompt_token_ids)
+    assert records["line"]["response"]["body"]["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
+
+
 def test_variables_reach_the_template(llm):
     template = "{{ mood }} {{ tools | length }} {{ documents[0].text }}"
     arguments = {"tools": [{"name": "f"}], "documents": [{"text": "d"}], "chat_template_kwargs": {"mood": "calm"}}
@@ -140,10 +165,15 @@ def test_variables_reach_the_template(llm):
         ([HELLO, "Hello"], {"chat_template": TEMPLATE}, "messages='Hello'"),
         (HELLO, {"chat_template": TEMPLATE, "chat_template_kwargs": 3}, "chat_template_kwargs=3"),
         (HELLO, {"chat_template": TEMPLATE, "chat_template_kwargs": {"tools": []}}, "an argument of its own"),
+        (HELLO, {"chat_template": TEMPLATE, "chat_template_kwargs": {"self": 1}}, "an argument of its own"),
+        (HELLO, {"chat_template": TEMPLATE, "chat_template_kwargs": {"messages": []}}, "an argument of its own"),
+        (HELLO, {"chat_template": TEMPLATE, "tools": [{"name": "f"}]}, "does not show the model these 1"),
+        (HELLO, {"chat_template": TEMPLATE, "documents": [{"text": "a"}]}, "does not show them"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {"chat_template": TEMPLATE}, "a part of type 'image'"),
         (
             HELLO,
             {"chat_template": TEMPLATE, "chat_template_kwargs": {"padding": True}},
-            "padding=True is not supported",
+            "'padding', which the chat template does not read",
         ),
     ],
 )

@@ -172,8 +172,8 @@ def test_several_conversations_are_those_of_a_list(llm, kind):
         ({"chat_template_kwargs": {"x": np.int64(5)}}, {"chat_template_kwargs": {"x": 5}}),
         ({"chat_template_kwargs": pd.Series({"x": "y"})}, {"chat_template_kwargs": {"x": "y"}}),
         ({"chat_template_kwargs": {"x": pa.array(["y"])}}, {"chat_template_kwargs": {"x": ["y"]}}),
-        ({"chat_template": np.str_("{{ messages[0].content }}")}, {"chat_template": "{{ messages[0].content }}"}),
-        ({"chat_template": pa.scalar("{{ messages }}")}, {"chat_template": "{{ messages }}"}),
+        ({"chat_template": np.str_("{{ messages }}{{ tools }}")}, {"chat_template": "{{ messages }}{{ tools }}"}),
+        ({"chat_template": pa.scalar("{{ tools }}")}, {"chat_template": "{{ tools }}"}),
         ({"add_generation_prompt": np.False_}, {"add_generation_prompt": False}),
     ],
 )

@@ -79,6 +79,42 @@ def test_tools_are_those_of_the_request():
     assert not read_tools(TOOLS, None, False).is_parallel
 
 
+def tool(**more):
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_may_be_allowed():
+    use = read_tools(TOOLS, allowed("auto", "stop-all"))
+    assert (list(use.functions), use.is_required) == (["stop-all"], False)
+    use = read_tools(TOOLS, allowed("required", "stop-all", "get_weather"), False)
+    assert (list(use.functions), use.is_required, use.is_parallel) == (["stop-all", "get_weather"], True, False)
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stop-all"}]}
+    assert list(read_tools(TOOLS, flat).functions) == ["stop-all"]
+
+
+@pytest.mark.parametrize("name", ["auto", "none", "required"])
+def test_a_function_may_be_called_as_a_word_is(name):
+    named = {"type": "function", "function": {"name": name}}
+    tools = [*TOOLS, {"name": name}]
+
+    assert list(read_tools(tools, named).functions) == [name]
+    assert read_tools(tools, named).is_required
+    assert list(read_tools(tools, {"name": name}).functions) == [name]
+    assert len(read_tools(tools, name).functions) == (0 if name == "none" else 3)
+
+
+@pytest.mark.parametrize("key", ["strict", "description", "return", "cache_control"])
+def test_a_function_may_say_what_changes_no_call(key):
+    value = True if key == "strict" else "d" if key == "description" else {"type": "ephemeral"}
+
+    assert read_tools([tool(**{key: value})]) == read_tools([tool()])
+
+
 def test_a_call_has_no_parameters_but_those_of_the_schema_unless_it_says_so():
     is_open = {"type": "object", "additionalProperties": True}
     use = read_tools([*TOOLS, {"name": "log", "parameters": is_open}])
@@ -86,10 +122,6 @@ def test_a_call_has_no_parameters_but_those_of_the_schema_unless_it_says_so():
     assert use.functions["get_weather"].parameters["additionalProperties"] is False
     assert use.functions["stop-all"].parameters == {"type": "object", "properties": {}, "additionalProperties": False}
     assert use.functions["log"].parameters == is_open
-
-
-def tool(**more):
-    return {"type": "function", "function": {"name": "f", **more}}
 
 
 WRONG = [
@@ -107,6 +139,17 @@ WRONG = [
     (([tool(parameters={"type": "string"})],), r"tools\[0\].parameters=.*with \"type\": \"object\""),
     (([tool(parameters=[])],), r"tools\[0\].parameters="),
     (("f",), "tools='f' is not allowed"),
+    (([{"name": "f", "inputSchema": {"type": "object"}}],), r"tools\[0\].inputSchema: .*give the schema as parameters"),
+    (([{"name": "f", "input_schema": {"type": "object"}}],), r"tools\[0\].input_schema: a tool has no such key"),
+    (([tool(parameter={"type": "object"})],), r"tools\[0\].function.parameter: .*give the schema as parameters"),
+    (([{**tool(), "parameters": {"type": "object"}}],), r"tools\[0\].parameters: a tool has no such key"),
+    (([{**tool(), "annotations": "a"}],), r"tools\[0\].annotations: .*leave it out"),
+    (([tool()], {"type": "function", "function": {"name": "f"}, "strict": True}), "tool_choice=.* is not allowed"),
+    (([tool()], {"type": "function", "function": {"name": "f", "arguments": {}}}), "tool_choice=.* is not allowed"),
+    (([tool()], {"type": "auto"}), "tool_choice=.* is not allowed"),
+    (([tool()], allowed("any", "f")), "tool_choice=.* is not allowed.*allowed_tools"),
+    (([tool()], allowed("auto")), "tool_choice=.* is not allowed.*allowed_tools"),
+    (([tool()], allowed("auto", "g")), r"tool_choice=.* nor a name in tools: \['f'\]"),
     (([{"name": f"f{i}"} for i in range(MAX_TOOLS + 1)],), f"at most {MAX_TOOLS}"),
 ]
 

@@ -1,0 +1,1 @@
+"""Conversations in the form that a chat template reads."""
