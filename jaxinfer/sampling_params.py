@@ -123,6 +123,8 @@ class SamplingParams:
     * `stop`: strings; the text ends before the first of them.
     * `stop_token_ids`: the output ends at one of these tokens, in addition to the model's end tokens.
     * `ignore_eos`: go on after the model's end tokens. A structure then ends only when nothing else may follow.
+    * `thinking_token_budget`: the most tokens of reasoning in an answer of `LLM.chat`. After them the model's mark of
+      its end is forced. 0 leaves no reasoning. None leaves its length to the model.
 
     Text:
 
@@ -158,6 +160,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    thinking_token_budget: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -195,6 +198,8 @@ class SamplingParams:
         require_int("log_probs", self.log_probs, 0)
         if self.prompt_log_probs is not None:
             require_int("prompt_log_probs", self.prompt_log_probs, 0)
+        if self.thinking_token_budget is not None:
+            require_int("thinking_token_budget", self.thinking_token_budget, 0)
         require_bool("ignore_eos", self.ignore_eos)
         require_bool("skip_special_tokens", self.skip_special_tokens)
         # Callers may give lists; tuples keep the object hashable.
@@ -281,6 +286,48 @@ class SamplingParams:
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given; an output can have one structure")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerShape:
+    """The parts of an answer to one prompt, by the style of its model.
+
+    A grammar is in Lark's notation, and "" for none.
+    """
+
+    before: str = ""  # grammar of the text before the content
+    content: str = ""  # grammar of all texts that content may be, whatever its structure
+    calls: str = ""  # grammar of whole answers that call functions
+    begin_thinking: str = ""  # the text that begins the reasoning, "" if nothing does
+    end_thinking: Sequence[str] = ()  # the marks that end it
+    end_token_ids: Sequence[int] = ()  # the tokens of the first of them
+    is_thinking: bool = False  # the prompt ends in the reasoning
+    thinks_again: bool = False  # reasoning may begin anywhere, not only at the beginning
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end_thinking", tuple(self.end_thinking))
+        object.__setattr__(self, "end_token_ids", tuple(self.end_token_ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerParams(SamplingParams):
+    """The parameters of an answer to a conversation, whose structure binds its content; an `AnswerForm` makes them."""
+
+    shape: AnswerShape
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.shape, Mapping):  # of a saved request
+            object.__setattr__(self, "shape", AnswerShape(**self.shape))
+
+    @cached_property
+    def changes_logits(self) -> bool:
+        return True
+
+
+def params_of(fields: Mapping[str, Any]) -> SamplingParams:
+    """Returns the parameters that `dataclasses.asdict` has made fields of."""
+    return AnswerParams(**fields) if "shape" in fields else SamplingParams(**fields)
 
 
 def _schema_text(schema: Mapping[str, Any]) -> str:

@@ -372,14 +372,13 @@ def prepared(request: JobRequest, llm: LLM | AsyncLLM) -> tuple[Prompt, Sampling
     assert request.chat is not None
     if llm.tokenizer is None:
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
+    chat = request.chat
     if request.is_openai:
         # The extra that the line was read with.
-        from jaxinfer.openai.parameters import require_effort_is_read
+        from jaxinfer.openai.parameters import with_effort
 
-        require_effort_is_read(llm.tokenizer, request.chat)
-    chats = render_chats(
-        llm.answers, llm.default_sampling_params, sampling_params=request.sampling_params, **request.chat
-    )
+        chat = with_effort(llm.tokenizer, chat)
+    chats = render_chats(llm.answers, llm.default_sampling_params, sampling_params=request.sampling_params, **chat)
     return chats.prompts[0], chats.params[0], chats
 
 

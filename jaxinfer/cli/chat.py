@@ -18,7 +18,6 @@ from jaxinfer.validation import as_path, shown
 if TYPE_CHECKING:
     from jaxinfer import LLM, SamplingParams
     from jaxinfer.engine.request.completion import Delta
-    from jaxinfer.text.answers.answers import AnswerForm
 
 COMMANDS = (
     "In the conversation: /system TEXT sets the system prompt, /undo takes back the last question and its answer,"
@@ -151,10 +150,10 @@ class Chat:
         self._params = params
         self._messages = messages
         self._rendering: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True}
-        self._form: AnswerForm | None = None
+        self._form = llm.answers.form(tools, chat_template=template, style=style)
+        self._has_parts = tools is not None
         if tools is not None:
             self._rendering["tools"] = tools
-            self._form = llm.answers.form(tools, chat_template=template, style=style)
             if not self._form.use.functions:
                 raise ValueError("--tools: the chat template shows no style of calls; give --answer-style NAME")
 
@@ -197,27 +196,27 @@ class Chat:
         while True:
             rendered = self._tokenizer.render_chat(messages, **self._rendering)
             prompt = self._tokenizer.encode(rendered, add_special_tokens=False)
-            message = self._text(prompt) if self._form is None else self._text_or_calls(self._form, prompt)
+            params = self._form.sampling_params(self._params, prompt)
+            message = self._text_or_calls(prompt, params) if self._has_parts else self._text(prompt, params)
             messages = [*messages, message]
             if "tool_calls" not in message:
                 break
             messages += map(self._result_of, message["tool_calls"])
         self._messages = messages
 
-    def _text(self, prompt: Any) -> Message:
+    def _text(self, prompt: Any, params: SamplingParams) -> Message:
         """Shows the answer while it comes, and returns it as a message."""
         pieces: list[str] = []
-        with self._stream(prompt, self._params) as deltas:
+        with self._stream(prompt, params) as deltas:
             for delta in deltas:
                 pieces.append(delta.text)
                 show(delta.text, end="")
                 _require_no_error(delta)
         return {"role": "assistant", "content": "".join(pieces)}
 
-    def _text_or_calls(self, form: AnswerForm, prompt: Any) -> Message:
+    def _text_or_calls(self, prompt: Any, params: SamplingParams) -> Message:
         """Shows text, reasoning and calls while they come, and returns them as a message."""
-        params = form.sampling_params(self._params, prompt)
-        reader, parts = form.reader(params, prompt), []
+        reader, parts = self._form.reader(params, prompt), []
 
         def take(new: list[Part]) -> None:
             for part in new:

@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete one prompt", allow_abbrev=False)
     generate.add_argument("prompt", nargs="?", help="standard input, less one line end, when it is left out")
-    add_fields(generate, SamplingParams)
+    add_fields(generate, SamplingParams, omit=("thinking_token_budget",))
     generate.set_defaults(run=_generate)
 
     talk = commands.add_parser("chat", help="hold a conversation", epilog=chat.COMMANDS, allow_abbrev=False)

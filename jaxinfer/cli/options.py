@@ -21,6 +21,7 @@ HELP = {
         "stop": "end the text before this string",
         "stop_token_ids": "end the text at this token",
         "ignore_eos": "go on after the model's end tokens",
+        "thinking_token_budget": "most tokens of reasoning; 0 leaves none",
         "skip_special_tokens": "leave special tokens, such as end marks, out of the text (default on)",
     },
     "how tokens are drawn": {

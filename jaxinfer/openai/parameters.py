@@ -20,6 +20,7 @@ SAME = (
     *("logits_processors", "prompt_log_probs"),
 )
 EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
+THINKING_SWITCH = "enable_thinking"  # of other templates, which turns reasoning off
 ANY_OBJECT = {"type": "object"}
 OFF = -1  # of top_k, seed and max_tokens, as other servers have it
 LEAST_TOP_P = 1e-9  # in place of 0: it keeps the most probable token alone
@@ -65,6 +66,8 @@ def of_chat(body: ChatBody, defaults: SamplingParams, max_model_len: int) -> Sam
         fields["max_tokens"] = TotalLength(max_model_len)
     if body.top_logprobs:
         fields["log_probs"] = body.top_logprobs
+    if body.thinking_token_budget is not None:
+        fields["thinking_token_budget"] = body.thinking_token_budget
     if (form := body.response_format) is not None and form.type != "text":
         if "json_schema" in fields:
             raise ValueError("response_format and json_schema are both given; an output can have one structure")
@@ -109,12 +112,23 @@ def rendering_of(body: ChatBody) -> dict[str, Any]:
     }
 
 
-def require_effort_is_read(tokenizer: Tokenizer | None, rendering: Mapping[str, Any]) -> None:
-    """Raises ValueError if a conversation has a reasoning effort and its template does not read it."""
-    if EFFORT not in (rendering.get("chat_template_kwargs") or {}) or tokenizer is None:
-        return
-    if EFFORT not in tokenizer.chat_templates.choose(rendering.get("chat_template"), bool(rendering.get("tools"))):
+def with_effort(tokenizer: Tokenizer | None, rendering: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a rendering's arguments with a reasoning effort that the template reads.
+
+    The effort "none" becomes `enable_thinking=False` for templates that read this variable instead. Raises ValueError
+    for an effort that the template does not read.
+    """
+    variables = rendering.get("chat_template_kwargs") or {}
+    if EFFORT not in variables or tokenizer is None:
+        return {**rendering}
+    template = tokenizer.chat_templates.choose(rendering.get("chat_template"), bool(rendering.get("tools")))
+    if EFFORT in template:
+        return {**rendering}
+    is_none = variables[EFFORT] == "none" and THINKING_SWITCH in template
+    if not is_none or variables.get(THINKING_SWITCH, False) is not False:
         raise ValueError(f"{EFFORT} cannot be honoured: the chat template does not read it; leave it out")
+    others = {name: value for name, value in variables.items() if name != EFFORT}
+    return {**rendering, "chat_template_kwargs": {**others, THINKING_SWITCH: False}}
 
 
 def _same(body: SamplingBody) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.openai.answers import Heading
 from jaxinfer.openai.bodies import Body, EmbeddingBody, SamplingBody
 from jaxinfer.openai.errors import RefusedError, ended_in_error, refusal_of, require_known_model
-from jaxinfer.openai.parameters import options_of, require_effort_is_read
+from jaxinfer.openai.parameters import options_of, with_effort
 from jaxinfer.serve.access import client_of
 from jaxinfer.serve.metrics import ObservedStream, ServerMetrics
 
@@ -137,8 +137,7 @@ class ServerState:
 
         Raises ValueError if it cannot be rendered.
         """
-        chat = self.with_template(chat)
-        require_effort_is_read(self.llm.tokenizer, chat)
+        chat = with_effort(self.llm.tokenizer, self.with_template(chat))
         messages = chat.pop("messages")
         return await self.llm.render(messages, sampling, **chat)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 2**18  # of a structure
 MAX_MESSAGE = 1_000
-NUM_KNOWN = 32
+NUM_KNOWN = 64
 
 NO_KEY_LEFT = (
     "every key that json_schema allows at this place of the object is there already; give its keys under properties, or"
@@ -67,6 +67,11 @@ class Grammar:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
+    def may_end(self) -> bool:
+        """True if the structure is complete here, whether or not more can follow."""
+        return self._matcher.is_accepting() and not self._matcher.is_error()
+
+    @property
     def error(self) -> str | None:
         """The cause if nothing may follow although the structure is not complete, else None."""
         if self._matcher.is_error():
@@ -91,6 +96,10 @@ class Grammar:
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next, one bit each, i32[ceil(V / 32)]; none after `llguidance` gave up."""
+        return early_ones(self.possible(), self._early)
+
+    def possible(self) -> np.ndarray:
+        """Returns the tokens that may come next, with those that are not `early`."""
         words = np.zeros_like(self._early)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -98,8 +107,7 @@ class Grammar:
             words[:] = 0
         if self._structure.key_tokens is not None and self._keys is not None:
             self._rule_out_keys(words.view(np.uint32), self._structure.key_tokens, self._keys)
-        others = words & self._early
-        return others if others.any() else words
+        return words
 
     def _rule_out_keys(self, mask: np.ndarray, tokens: KeyTokens, keys: OpenKeys) -> None:
         """Clears the bits of tokens that give an object a key again, or lead to where nothing else can follow."""
@@ -123,13 +131,10 @@ class Grammar:
 
         `parents`: the place of the token that each follows, -1 for those so far.
         """
-        states: list[Grammar | None] = [self]
-        for token_id, parent in zip(token_ids, parents, strict=True):
-            before = states[1 + parent]
-            states.append(None if before is None or not before._allows(token_id) else before.after(token_id))
-        return [place for place, state in enumerate(states[1:]) if state is not None]
+        return allowed_places(self, token_ids, parents)
 
-    def _allows(self, token_id: int) -> bool:
+    def allows(self, token_id: int) -> bool:
+        """True if a token may come next."""
         can_follow = not self._matcher.is_error() and self._matcher.validate_tokens([token_id]) == 1
         return can_follow and (self._keys is None or self._keys_after(token_id) is not None)
 
@@ -139,11 +144,44 @@ class Grammar:
 
     def masks(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]:
         """Returns the mask as it is, and as it would be after each of some tokens that are allowed; as in `allowed`."""
-        # Copies, for there may be no way back from the end of the structure, or from a limit that is met.
-        states: list[Grammar] = [self]
-        for token_id, parent in zip(token_ids, parents, strict=True):
-            states.append(states[1 + parent].after(token_id))
-        return [state.mask() for state in states]
+        return masks_after(self, token_ids, parents)
+
+
+class Branching(Protocol):
+    """A state of which a copy can go on by a token."""
+
+    def allows(self, token_id: int) -> bool: ...
+
+    def after(self, token_id: int) -> Self: ...
+
+    def mask(self) -> np.ndarray: ...
+
+
+State = TypeVar("State", bound=Branching)
+
+
+def allowed_places(state: State, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Returns the places of the tokens that a state has room for; `parents` as in `Grammar.allowed`."""
+    states: list[State | None] = [state]
+    for token_id, parent in zip(token_ids, parents, strict=True):
+        before = states[1 + parent]
+        states.append(None if before is None or not before.allows(token_id) else before.after(token_id))
+    return [place for place, after in enumerate(states[1:]) if after is not None]
+
+
+def masks_after(state: State, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]:
+    """Returns the mask of a state, and its mask after each of some tokens that it allows."""
+    # Copies, for there may be no way back from the end of the structure, or from a limit that is met.
+    states = [state]
+    for token_id, parent in zip(token_ids, parents, strict=True):
+        states.append(states[1 + parent].after(token_id))
+    return [after.mask() for after in states]
+
+
+def early_ones(words: np.ndarray, early: np.ndarray) -> np.ndarray:
+    """Returns the tokens of a mask that are `early`, or all of them if none is."""
+    others = words & early
+    return others if others.any() else words
 
 
 class GrammarCompiler:
@@ -166,20 +204,32 @@ class GrammarCompiler:
         Raises ValueError, with the reason, for one that cannot be compiled, or where what that takes is missing. A
         structure that several threads want at once is compiled once.
         """
-        if sampling.structure is None:
-            return None
+        return None if sampling.structure is None else self.begin(sampling, *sampling.structure)
+
+    def begin(self, sampling: SamplingParams, kind: str, value: Any) -> Grammar:
+        """Returns one structure of an output that is sampled by some parameters; raises as `compile` does."""
         # Where only one text can follow, `llguidance` allows only the tokens that its tokenizer would make of it.
         # Parameters may rule these out; then any that spell the text are allowed.
         is_free = bool(sampling.allowed_token_ids or sampling.bad_words or sampling.logits_processors)
-        structure = self._known_or_compiled(*sampling.structure, is_free or sampling.no_repeat_ngram_size > 0)
-        early = np.ones(-(-self._vocab_size // 32) * 32, np.bool_)
+        structure = self._known_or_compiled(kind, value, is_free or sampling.no_repeat_ngram_size > 0)
+        ends = self.ends(sampling)
+        return Grammar(structure, ~self.bits(ends if sampling.ignore_eos else ()), ends)
+
+    def bits(self, token_ids: Iterable[int]) -> np.ndarray:
+        """Returns the mask of some tokens, i32[ceil(V / 32)]."""
+        mask = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        mask[list(token_ids)] = True
+        return np.packbits(mask, bitorder="little").view(np.int32)
+
+    def ends(self, sampling: SamplingParams) -> dict[int, str]:
+        """Returns the end tokens, each with its text in the output."""
         end_ids = self._eos_token_ids or [self._tokens().eos_token]
-        if sampling.ignore_eos:
-            early[end_ids] = False
+        return {token_id: self.text(sampling, [token_id]) for token_id in end_ids}
+
+    def text(self, sampling: SamplingParams, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens in an output."""
         assert self._tokenizer is not None
-        options = {"skip_special_tokens": sampling.skip_special_tokens}
-        ends = {token_id: self._tokenizer.decode([token_id], **options) for token_id in end_ids}
-        return Grammar(structure, np.packbits(early, bitorder="little").view(np.int32), ends)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=sampling.skip_special_tokens)
 
     def _known_or_compiled(self, *wanted: Any) -> Structure:
         while True:

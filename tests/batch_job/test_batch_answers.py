@@ -49,3 +49,27 @@ def test_the_answers_of_a_job_are_those_of_chat(llm, tmp_path, name):
         assert completion.tool_calls
         calls = [{"name": call.name, "arguments": call.arguments} for call in completion.tool_calls]
         assert sample["tool_calls"] == calls
+
+
+def test_a_document_after_reasoning_is_the_content_of_lines_in_both_formats(llm, tmp_path):
+    schema = {"enum": ["yes", "no"]}
+    options = {"chat_template": TEMPLATE + "<think>", "answer_style": "hermes"}
+    params = SamplingParams(max_tokens=60, seed=3, json_schema=schema, thinking_token_budget=5)
+    (expected,) = llm.chat(TALK, params, show_progress=False, **options)
+    fields = {**options, "max_tokens": 60, "seed": 3, "thinking_token_budget": 5}
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    body = {"model": "any", "messages": TALK, "response_format": form, **fields}
+    openai_line = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    lines = [{"custom_id": "a", "messages": TALK, "json_schema": schema, **fields}, openai_line]
+    lines.append({"custom_id": "c", "prompt": "a", "thinking_token_budget": 5})
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", show_progress=False)
+
+    own, body, refused = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert body["response"]["status_code"] == 200, body
+    message = body["response"]["body"]["choices"][0]["message"]
+    assert (own["content"], own["reasoning"]) == (expected.content, expected.reasoning)
+    assert (message["content"], message["reasoning_content"]) == (expected.content, expected.reasoning)
+    assert json.loads(expected.content) in schema["enum"]
+    assert "thinking_token_budget=5 needs an answer to a conversation" in refused["error"]

@@ -117,6 +117,53 @@ def test_reasoning_is_apart_from_content(llm, client):
     assert (content, reasoning) == (expected.content, expected.reasoning)
 
 
+OPENED = {"hermes": "<think>", "mistral": "[THINK]", "gemma": "<|channel>thought"}
+DOCUMENT: Any = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
+DOCUMENT = {**DOCUMENT, "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("style", OPENED)
+def test_a_document_after_reasoning_is_the_content_whole_streamed_and_in_python(llm, client, style, tools):
+    template = TEMPLATE + OPENED[style]
+    params = SamplingParams(max_tokens=200, seed=6, json_schema=DOCUMENT, thinking_token_budget=9)
+    given: Any = {"chat_template": template, "answer_style": style}
+    (expected,) = llm.chat(TALK, params, tools=tools, show_progress=False, **given)
+    form = {"type": "json_schema", "json_schema": {"name": "form", "strict": True, "schema": DOCUMENT}}
+    fields: Any = {"model": NAME, "messages": TALK, "max_tokens": 200, "seed": 6, "response_format": form}
+    fields |= {"tools": tools} if tools else {}
+    fields["extra_body"] = {**given, "thinking_token_budget": 9}
+
+    message = client.chat.completions.create(**fields).choices[0].message
+    content, reasoning, calls, reason = joined(client.chat.completions.create(stream=True, **fields))
+
+    assert expected.reasoning
+    assert (message.content or "", message.reasoning_content) == (expected.content, expected.reasoning)
+    assert (content, reasoning) == (expected.content, expected.reasoning)
+    assert calls == [(call.name, call.arguments) for call in expected.tool_calls]
+    if calls:
+        jsonschema.validate(json.loads(calls[0][1]), SCHEMA if calls[0][0] == "weather" else {})
+    else:
+        jsonschema.validate(json.loads(content), DOCUMENT)
+        assert reason == "stop"
+
+
+def test_no_effort_turns_reasoning_off_if_the_template_can(client):
+    template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}b{% else %}<think>{% endif %}"
+    fields: Any = {"model": NAME, "messages": TALK, "max_tokens": 4, "temperature": 0}
+    fields["extra_body"] = {"chat_template": template, "answer_style": "hermes"}
+
+    thinking = client.chat.completions.create(**fields).choices[0].message
+    plain = client.chat.completions.create(reasoning_effort="none", **fields).choices[0].message
+
+    assert (thinking.content, bool(thinking.reasoning_content)) == ("", True)
+    assert plain.content
+    assert getattr(plain, "reasoning_content", None) is None
+    fields["extra_body"]["chat_template_kwargs"] = {"enable_thinking": True}
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort cannot be honoured"):
+        client.chat.completions.create(reasoning_effort="none", **fields)
+
+
 def test_an_answer_can_be_had_as_it_is_written(llm, client):
     fields: Any = {"model": NAME, "messages": TALK, "max_tokens": 8, "temperature": 0}
     fields["extra_body"] = {"skip_special_tokens": False, "chat_template": TEMPLATE + "<think>"}
@@ -144,7 +191,9 @@ def test_an_answer_can_be_had_as_it_is_written(llm, client):
         ({"answer_style": "none"}, "answer_style"),
         ({"skip_special_tokens": False}, "tools need its parts"),
         ({"reasoning_effort": "low"}, "the chat template does not read it"),
-        ({"response_format": {"type": "json_object"}, "answer_style": "hermes"}, "both given"),
+        ({"thinking_token_budget": 4}, "thinking_token_budget=4 cannot be honoured"),
+        ({"thinking_token_budget": -1, "answer_style": "hermes"}, "thinking_token_budget"),
+        ({"reasoning_effort": "none"}, "the chat template does not read it"),
     ],
 )
 def test_a_demand_that_cannot_be_met_is_refused(client, fields, message):

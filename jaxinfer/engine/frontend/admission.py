@@ -20,6 +20,7 @@ from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, Sh
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import ONE_DEVICE
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
+from jaxinfer.text.answers.structure import compile_structure
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
@@ -225,7 +226,7 @@ class Admission:
                 sample_index=sample_index,
                 detokenizer=self.detokenizer(sampling),
                 keys=self.page_keys(cache_salt, loaded),
-                grammar=self.grammars.compile(sampling),
+                grammar=compile_structure(self.grammars, self.tokenizer, sampling),
             )
             for sample_index in range(sampling.sample_index, sampling.sample_index + sampling.num_samples)
         ]

@@ -21,7 +21,7 @@ from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import DEVICES
 from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.request.request import Request, SharedPrompt
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import params_of
 
 KIND = "request of jaxinfer, 7"
 LENGTH_BYTES = 8
@@ -118,7 +118,7 @@ def _find_adapter(path: Path, saved: dict[str, str] | None, admission: Admission
 
 
 def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admission) -> Request:
-    sampling = SamplingParams(**head["sampling"])
+    sampling = params_of(head["sampling"])
     adapter = _find_adapter(path, head["adapter"], admission)
     (request,) = admission.admit(count(request_id), head["prompt"], sampling, adapter=adapter, **head["terms"])
     request.seed, request.sample_index = head["seed"], head["sample_index"]

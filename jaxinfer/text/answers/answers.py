@@ -10,11 +10,12 @@ answer = form.read(token_ids, params, prompt_token_ids)        # the same for a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import STRUCTURES, AnswerParams, AnswerShape, SamplingParams
 from jaxinfer.text.answers.lark import Lark
 from jaxinfer.text.answers.parts import Answer, Output, Part, answer_of, random_call_id
 from jaxinfer.text.answers.schemas import SchemaRules
@@ -108,28 +109,72 @@ class AnswerForm:
     _rules: SchemaRules
 
     def sampling_params(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """Returns the parameters with the structure of an answer after a prompt; the same ones without tools.
+        """Returns the parameters with the structure of an answer after a prompt; the same ones if it has none.
 
-        Raises ValueError if the parameters have a structure already, or if a function's schema cannot be honoured.
+        A structure of the parameters binds the content. Raises ValueError if a function's schema or the budget of
+        thinking cannot be honoured.
         """
-        if not self.use.functions or not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams):
             return params  # the engine refuses what is no SamplingParams
+        if self.use.is_required:  # then the answer has no content
+            params = replace(params, **dict.fromkeys(STRUCTURES))
+        is_document, budget = params.structure is not None, params.thinking_token_budget
+        if budget is not None and (self.style is None or self.style.thinking is None):
+            cause = "the chat template shows none" if self.style is None else f"the style {self.style.name} has none"
+            raise ValueError(
+                f"thinking_token_budget={budget} cannot be honoured, for answers have no reasoning that it could end:"
+                f" {cause}; leave it out, or give the answer_style of a model that reasons"
+            )
+        if self.style is None or not (self.use.functions or is_document or budget is not None):
+            return params
+        opening, use = self._opening(prompt_token_ids), self.use
+        if is_document:  # then all other answers have calls
+            use = replace(use, is_required=True, is_beside_document=True)
+        calls = self._calls(use, opening)
+        if not is_document and budget is None:
+            return replace(params, grammar=calls) if calls else params
+        shape = self._shape(self.style, use, opening, calls)
+        if budget is not None:
+            _require_end(params, shape)
+        fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(SamplingParams)}
+        return AnswerParams(**fields, shape=shape)
+
+    def _calls(self, use: ToolUse, opening: Opening) -> str:
+        """Returns the grammar of answers that use functions, "" if they cannot."""
+        if not use.functions:
+            return ""
         assert self.style is not None
         assert self.style.grammar is not None
-        if params.structure is not None:
-            raise ValueError(
-                f"tools and {params.structure[0]} are both given, and an output can have one structure; leave one out,"
-                ' or give tool_choice="none"'
-            )
-        grammar = self.style.grammar(Lark(self._tokenizer), self.use, self._rules, self._opening(prompt_token_ids))
-        if grammar is not None:
-            return replace(params, grammar=grammar)
-        if self.use.is_required:
+        grammar = self.style.grammar(Lark(self._tokenizer), use, self._rules, opening)
+        if grammar is None and self.use.is_required:
             raise ValueError(
                 "the prompt ends in the content of an answer, after which this model makes no tool call; leave out"
                 " continue_final_message or tool_choice"
             )
-        return params
+        return grammar or ""
+
+    def _shape(self, style: Style, use: ToolUse, opening: Opening, calls: str) -> AnswerShape:
+        lark, guard, thinking = Lark(self._tokenizer), Lark(self._tokenizer), style.thinking
+        before = style.before(style, lark, use, opening) if use.is_beside_document else ""
+        excluded = style.excluded(style, use, opening) if use.is_beside_document else []
+        shape = AnswerShape(
+            before=lark.start(before) if before else "",
+            content=guard.start(f"{guard.text_without('CONTENT', *excluded)}?") if excluded else "",
+            calls=calls,
+        )
+        if thinking is None:
+            return shape
+        begins = thinking.is_anywhere or opening == "beginning"
+        end_id = self._tokenizer.token_to_id(thinking.end)
+        end_ids = self._tokenizer.encode(thinking.end, add_special_tokens=False) if end_id is None else [end_id]
+        return replace(
+            shape,
+            begin_thinking=thinking.head if begins else "",
+            end_thinking=[thinking.end, *([style.call] if self.use.functions and style.call else [])],
+            end_token_ids=end_ids,
+            is_thinking=opening == "reasoning",
+            thinks_again=thinking.is_anywhere,
+        )
 
     def reader(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> AnswerReader:
         """Returns a reader of an answer after a prompt, by the parameters of the request."""
@@ -148,6 +193,21 @@ class AnswerForm:
             return "beginning"
         opening = self.style.opening(self._tokenizer.decode(prompt_token_ids[-MAX_OPENING:], skip_special_tokens=False))
         return "content" if self.continues and opening == "beginning" else opening
+
+
+def _require_end(params: SamplingParams, shape: AnswerShape) -> None:
+    """Raises ValueError for parameters beside a budget of thinking that may rule out the mark of its end."""
+    ends, allowed = set(shape.end_token_ids), params.allowed_token_ids
+    beside = {
+        "no_repeat_ngram_size": params.no_repeat_ngram_size > 0,
+        "bad_words": any(ends & set(word) for word in params.bad_words),
+        "allowed_token_ids": allowed is not None and not ends <= set(allowed),
+    }
+    for name in (name for name, rules_out in beside.items() if rules_out):
+        raise ValueError(
+            f"thinking_token_budget={params.thinking_token_budget} cannot be honoured: {name} may rule out the mark"
+            f" {shown(shape.end_thinking[0])}, which ends the reasoning; leave one of them out"
+        )
 
 
 class Answers:

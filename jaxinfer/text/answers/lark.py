@@ -59,16 +59,18 @@ class Lark:
         """Returns an expression for a mark."""
         return f"<[{self._tokenizer.token_to_id(mark)}]>" if self.is_special(mark) else quoted(mark)
 
-    def up_to(self, mark: str, name: str, *excluded: str) -> str:
+    def up_to(self, mark: str, name: str, *excluded: str, begin: str = "") -> str:
         """Returns an expression for text and the first mark after it; `name` is that of its rule.
 
-        The text is none that one of the patterns `excluded` matches.
+        The text begins with the pattern `begin`, and is none that one of the patterns `excluded` matches.
         """
-        if self.is_special(mark):
-            return f"{self.text_without(f'BEFORE_{name.upper()}', holding(mark), *excluded)}? {self.mark(mark)}"
-        text = self.rule(f"BEFORE_{name.upper()}", _without(f"/(?s:.*){regex_of(mark)}/", excluded))
-        self.rule(f"{name}[lazy]", text)
-        return name
+        text, is_special = f"{begin}(?s:.*)", self.is_special(mark)
+        none = [holding(mark), *excluded] if is_special else excluded
+        body = _without(f"/{text if is_special else text + regex_of(mark)}/", none)
+        terminal = self.rule(f"BEFORE_{name.upper()}", body)
+        if is_special:
+            return f"{terminal}{'' if begin else '?'} {self.mark(mark)}"
+        return self.rule(f"{name}[lazy]", terminal).removesuffix("[lazy]")
 
     def text_without(self, name: str, *excluded: str) -> str:
         """Returns the name of a terminal for text that none of the patterns `excluded` matches."""

@@ -66,6 +66,10 @@ class Source:
         held, self._held = self._held, None
         return "".join(held or ())
 
+    def unread(self, text: str) -> None:
+        """Puts text before what is unread."""
+        self._text, self._at = text + self._text[self._at :], 0
+
     @property
     def is_holding(self) -> bool:
         """True from `hold` to `release`."""

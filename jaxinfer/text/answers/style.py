@@ -12,10 +12,45 @@ from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.source import Marks, Reader, Source
 from jaxinfer.text.answers.tools import Function, ToolUse
 
+MAX_SPACE = 4  # characters of white space beside a mark
 # Where a prompt leaves off: at the beginning of the answer, in its reasoning, or in its content.
 Opening = Literal["beginning", "reasoning", "content"]
 Functions = Mapping[str, Function]  # those that the answer may call
 BlockReader = Callable[[Source, Output, Functions], Generator[None, None, None]]
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a style writes reasoning."""
+
+    begin: str  # the mark before it
+    end: str  # the mark after it
+    word: str = ""  # that follows the mark before it
+    is_anywhere: bool = False  # else it stands at the beginning of an answer alone
+
+    @property
+    def head(self) -> str:
+        """The text before the reasoning."""
+        return self.begin + self.word
+
+
+def reasoning_before(style: Style, lark: Lark, use: ToolUse, opening: Opening) -> str:
+    """Returns an expression for the reasoning that a style has before content, "" for none."""
+    if style.thinking is None or opening == "content":
+        return ""
+    call = style.call if use.functions else ""
+    first = f"{reasoning(lark, style, use, opening, style.thinking.end, 'reasoning', call)} {space(lark)}?"
+    return first if opening == "reasoning" else f"({first})?"
+
+
+def no_content(style: Style, use: ToolUse, opening: Opening) -> list[str]:
+    """Returns patterns of the texts that are read as reasoning or as calls."""
+    patterns = [holding(style.call)] if use.functions and style.call else []
+    if style.thinking is not None and style.thinking.is_anywhere:
+        patterns.append(holding(style.thinking.begin))
+    elif style.thinking is not None and opening == "beginning":
+        patterns.append(f"[ \\t\\r\\n]*{regex_of(style.thinking.head)}(?s:.*)")
+    return patterns
 
 
 @dataclass(frozen=True)
@@ -27,6 +62,10 @@ class Style:
     * `opening`: from the end of a prompt to where that leaves off.
     * `read`: reads an answer.
     * `grammar`: returns the grammar of an answer with tools, None if the style has none for that opening.
+    * `thinking`: how the style writes reasoning, None if it has none.
+    * `call`: the mark that begins calls.
+    * `before`: returns an expression for the text before the content, "" for none.
+    * `excluded`: returns patterns of the texts that are no content.
     """
 
     name: str
@@ -35,6 +74,10 @@ class Style:
     opening: Callable[[str], Opening]
     read: Callable[[Source, Output, Functions, Opening], Reader[None]]
     grammar: Callable[[Lark, ToolUse, SchemaRules, Opening], str | None] | None = None
+    thinking: Thinking | None = None
+    call: str = ""
+    before: Callable[[Style, Lark, ToolUse, Opening], str] = reasoning_before
+    excluded: Callable[[Style, ToolUse, Opening], list[str]] = no_content
 
 
 def ends_in(mark: str) -> Callable[[str], Opening]:
@@ -66,12 +109,33 @@ def read_prose(source: Source, output: Output, prose: Prose, *ends: str) -> Read
     return end
 
 
-def reasoning_up_to(*ends: str) -> BlockReader:
-    """Returns the reader of a block of reasoning."""
+def read_thoughts(
+    source: Source, output: Output, functions: Functions, end: str, blocks: Mapping[str, BlockReader]
+) -> Reader[None]:
+    """Reads reasoning up to its end, and the calls that the model writes before that."""
+    output.content.end_block()
+    output.reasoning.end_block()
+    marks = Marks(end, *blocks)
+    while mark := (yield from source.until(marks, output.reasoning.write)):
+        if mark == end:
+            output.reasoning.end_block()
+            return
+        source.hold(mark)
+        yield from blocks[mark](source, output, functions)
+        text, found, rest = source.release().partition(end)  # text that is no call may have the end
+        output.reasoning.write(text)
+        if found:
+            source.unread(rest)
+            output.reasoning.end_block()
+            return
+
+
+def thoughts_up_to(end: str, blocks: Mapping[str, BlockReader]) -> BlockReader:
+    """Returns the reader of a block of reasoning, which may have other blocks in it."""
 
     def read(source: Source, output: Output, functions: Functions) -> Generator[None, None, None]:
         source.release()
-        yield from read_prose(source, output, output.reasoning, *ends)
+        yield from read_thoughts(source, output, functions, end, blocks)
 
     return read
 
@@ -131,46 +195,53 @@ def begin_call(source: Source, output: Output, name: str, call_id: str | None = 
     output.begin_call(name, call_id)
 
 
-def thinking(lark: Lark, opening: Opening, begin: str, end: str) -> tuple[str, str]:
-    """Returns an expression for the reasoning that comes first, and a pattern of texts that begin it.
+def reasoning(lark: Lark, style: Style, use: ToolUse, opening: Opening, mark: str, name: str, *excluded: str) -> str:
+    """Returns an expression for reasoning and a mark that ends it; the reasoning has no text with those excluded.
 
-    There is none after a prompt that ends in content, and nothing begins it again after one that has begun it.
+    Nothing begins it again after a prompt that has begun it. `name` is that of its rule.
     """
-    if opening == "content":
-        return "", ""
+    thinking, others = style.thinking, [holding(other) for other in excluded if other]
+    assert thinking is not None
     if opening == "reasoning":
-        return f"{lark.up_to(end, 'reasoning')} {space(lark)}?", ""
-    begins = f"[ \\n]{{0,4}}{regex_of(begin)}(?s:.*)"
-    if lark.is_special(begin):
-        return f"({space(lark)}? {lark.mark(begin)} {lark.up_to(end, 'reasoning')} {space(lark)}?)?", begins
-    lark.rule("reasoning[lazy]", f"/[ \\n]{{0,4}}{regex_of(begin)}(?s:.*){regex_of(end)}/")
-    return f"(reasoning {space(lark)}?)?", begins
+        return lark.up_to(mark, name, *others)
+    # White space that no reasoning follows would be a part of the document.
+    most = 0 if use.is_beside_document else MAX_SPACE
+    if lark.is_special(thinking.begin):
+        head = f"{space(lark) + '?' if most else ''} {lark.mark(thinking.begin)}"
+        word = quoted(thinking.word) if thinking.word else ""
+        return f"{head} {word} {lark.up_to(mark, name, *others)}"
+    return lark.up_to(mark, name, *others, begin=f"[ \\n]{{0,{most}}}{regex_of(thinking.head)}")
 
 
 def space(lark: Lark) -> str:
     """Returns the name of the terminal for some white space."""
-    return lark.rule("SPACE", r"/[ \n]{1,4}/")
+    return lark.rule("SPACE", f"/[ \\n]{{1,{MAX_SPACE}}}/")
 
 
 def answer_grammar(
-    lark: Lark, use: ToolUse, thinking: tuple[str, str], begin: str, calls: Sequence[str], end: str, between: str
+    lark: Lark, style: Style, use: ToolUse, opening: Opening, calls: Sequence[str], end: str = "", between: str = ""
 ) -> str:
-    """Returns the grammar of an answer whose calls stand between two marks.
+    """Returns the grammar of an answer whose calls stand between the style's mark of calls and an end.
 
-    `calls` has an expression for each thing that may stand between the marks. An answer begins with reasoning. If no
-    call is required, any text may come next, with or without calls after it.
+    `calls` has an expression for each thing that may stand between the marks. An answer begins with reasoning, which
+    calls end as well as its mark does. If no call is required, any text may come next, with or without calls after it.
     """
-    reasoning, begins_reasoning = thinking
     call = lark.rule("call", " | ".join(calls))
     rest = f"{call} {end}"
     if use.is_parallel:
-        rest += f" ({between} {lark.mark(begin)} {call} {end})*"
+        rest += f" ({between} {lark.mark(style.call)} {call} {end})*"
+    first, begins, at_once = style.before(style, lark, use, opening), [], ""
+    if first and style.thinking is not None:
+        if opening == "beginning":
+            begins = [f"[ \\n]{{0,{MAX_SPACE}}}{regex_of(style.thinking.head)}(?s:.*)"]
+            begins = [holding(style.thinking.begin)] if style.thinking.is_anywhere else begins
+        in_reasoning = reasoning(lark, style, use, opening, style.call, "call_in_reasoning", style.thinking.end)
+        at_once = f" | {in_reasoning} {rest}"
     if use.is_required:
-        return lark.start(f"{reasoning} {lark.mark(begin)} {rest}")
-    excluded = [begins_reasoning] if begins_reasoning else []
-    before = lark.up_to(begin, "call_mark", *excluded)
-    content = lark.text_without("CONTENT", holding(begin), *excluded)
-    return lark.start(f"{reasoning} ({content}? | {before} {rest})")
+        return lark.start(f"{first} {lark.mark(style.call)} {rest}{at_once}")
+    before = lark.up_to(style.call, "call_mark", *begins)
+    content = lark.text_without("CONTENT", holding(style.call), *begins)
+    return lark.start(f"{first} ({content}? | {before} {rest}){at_once}")
 
 
 def json_call(name: str, key: str, arguments: str) -> str:

@@ -49,6 +49,7 @@ class ToolUse:
     functions: Mapping[str, Function]  # by name; none if the answer calls nothing
     is_required: bool = False
     is_parallel: bool = True  # if the answer may have several calls
+    is_beside_document: bool = False  # if the answer may be a document instead
 
 
 NO_TOOLS = ToolUse({})

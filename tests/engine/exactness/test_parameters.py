@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.sampling_params import STRUCTURES
+from jaxinfer.sampling_params import STRUCTURES, AnswerParams, AnswerShape
 from tests.engine.engines import (
     EOS,
     ScriptedDrafter,
@@ -36,8 +36,11 @@ from tests.oracles import load_reference
 PAGE = Path(__file__).parents[3] / "docs" / "sampling.md"
 PROMPTS = [*random_prompts(5, max_len=40, seed=4), [40, 41, 42] * 8]
 LONG_PROMPTS = [[5 + i] * 40 for i in range(4)]  # of requests that want all pages, beside those that are looked at
-BASE = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
+BASE_FIELDS: dict[str, Any] = {"max_tokens": 16, "seed": 5, "ignore_eos": True}
+BASE = SamplingParams(**BASE_FIELDS)
 GREEDY = dataclasses.replace(BASE, temperature=0)
+# Of an answer whose reasoning the prompt has begun; two tokens end it.
+SHAPE = AnswerShape(end_thinking=["}~"], end_token_ids=[94, 95], is_thinking=True)
 
 # What each parameter is set to, beside what it is compared with. Greedy where a draw would hide what is meant.
 PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
@@ -69,6 +72,7 @@ PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "stop": (BASE, {"stop": ["a", "b", "c", "1", "2", "3", "<", "P", "Q", "R", "S"]}),
     "stop_token_ids": (BASE, {"stop_token_ids": range(1, 40)}),
     "ignore_eos": (dataclasses.replace(BASE, ignore_eos=False, logit_bias={EOS: 5.0}), {"ignore_eos": True}),
+    "thinking_token_budget": (AnswerParams(shape=SHAPE, **BASE_FIELDS), {"thinking_token_budget": 5}),
     "skip_special_tokens": (
         dataclasses.replace(BASE, ignore_eos=False, logit_bias={EOS: 3.0}),
         {"skip_special_tokens": False},

@@ -52,6 +52,39 @@ def test_an_answer_is_read_as_it_was_written(style, answer):
     ]
 
 
+THOUGHT = {"hermes": "<think>", "qwen_coder": "<think>", "deepseek": "<think>", "gemma": "<|channel>thought"}
+THOUGHT |= {"mistral": "[THINK]", "mistral_list": "[THINK]"}
+
+
+@pytest.mark.parametrize("opening", ["beginning", "reasoning"])
+@pytest.mark.parametrize("style", THOUGHT)
+def test_a_call_before_the_end_of_the_reasoning_is_a_call(style, opening):
+    thinking, made = STYLES[style].thinking, written(style, ANSWERS["call"])
+    assert thinking is not None
+    head = THOUGHT[style] if opening == "beginning" else ""
+
+    cut = parsed(f"{head}I look.\n{made}", style, opening)
+    whole = parsed(f"{head}I look.\n{made}\nI wait.{thinking.end}\nDone.", style, opening)
+
+    assert (cut.content, cut.reasoning) == ("", "I look.")
+    assert (whole.content, whole.reasoning) == ("Done.", "I look.\nI wait.")
+    for answer in (cut, whole):
+        assert [json.loads(one.arguments) for one in answer.tool_calls] == [json.loads(PARIS.arguments)]
+    assert parse(f"{head}I look. {made}", STYLES[style], NO_TOOLS, opening).tool_calls == ()
+
+
+@pytest.mark.parametrize("style", THOUGHT)
+@pytest.mark.parametrize("text", [" in a sentence", '\n{"a": "', "\n<function=rob_bank>", "call:rob_bank{", "", "["])
+def test_the_mark_of_a_call_without_one_is_reasoning(style, text):
+    mark, thinking = STYLES[style].call, STYLES[style].thinking
+    assert thinking is not None
+
+    found = parse(f"{THOUGHT[style]}I say {mark}{text} twice.{thinking.end}Done.", STYLES[style], USE)
+
+    assert (found.content, found.tool_calls) == ("Done.", ())
+    assert found.reasoning == f"I say {mark}{text} twice." or style in ("mistral", "mistral_list")
+
+
 def pieces_of(style):
     """Texts near the style's format: its marks whole and cut, its answers, and words that tear them apart."""
     marks = STYLES[style].marks

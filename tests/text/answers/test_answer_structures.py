@@ -73,7 +73,7 @@ def allowed(state, count):
 def follow(state, token_ids):
     """Accepts tokens as far as the masks let them through; returns how many."""
     for count, token_id in enumerate(token_ids):
-        if state.is_complete or not state._allows(token_id):
+        if state.is_complete or not state.allows(token_id):
             return count
         state.accept(token_id)
     return len(token_ids)
@@ -183,7 +183,7 @@ def reaches(style, kind, tool_choice, answer):
     form, structure = begun(style, kind, tool_choice)
     token_ids = form._tokenizer.encode(written(style, answer), add_special_tokens=False)
     state = structure.begin_again()
-    return follow(state, token_ids) == len(token_ids) and (state.is_complete or state._allows(EOS))
+    return follow(state, token_ids) == len(token_ids) and (state.is_complete or state.allows(EOS))
 
 
 @KINDS

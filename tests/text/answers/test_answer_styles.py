@@ -203,13 +203,6 @@ def test_an_answer_ends_before_a_stop_string():
     assert form.read(token_ids, SamplingParams(stop="Hm"), []) == Answer("")
 
 
-def test_tools_and_another_structure_are_refused_together():
-    form = answers_of(FRAGMENTS["hermes"]).form(TOOLS)
-
-    with pytest.raises(ValueError, match="tools and regex are both given"):
-        form.sampling_params(SamplingParams(regex="a"), [5])
-
-
 def test_a_call_cannot_be_demanded_within_a_message_of_gpt_oss():
     answers = answers_of(FRAGMENTS["gpt_oss"], "gpt_oss")
     prompt = answers.tokenizer.encode("<|start|>assistant<|channel|>final<|message|>So", add_special_tokens=False)

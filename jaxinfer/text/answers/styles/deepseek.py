@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from dataclasses import replace
 
 from jaxinfer.text.answers.lark import Lark, quoted
 from jaxinfer.text.answers.parts import Output
@@ -19,9 +20,8 @@ from jaxinfer.text.answers.style import (
     answer_grammar,
     ends_in,
     read_arguments,
-    thinking,
 )
-from jaxinfer.text.answers.styles.hermes import END_THINK, THINK, read_thinking
+from jaxinfer.text.answers.styles.hermes import END_THINK, THINK, THOUGHTS, read_thinking
 from jaxinfer.text.answers.tools import ToolUse
 
 CALLS, END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -60,10 +60,8 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
     ]
     one = lark.rule("one_call", " | ".join(calls))
     listed = [f"{one}+" if use.is_parallel else one]
-    only_one = ToolUse(use.functions, is_required=use.is_required, is_parallel=False)
-    return answer_grammar(
-        lark, only_one, thinking(lark, opening, THINK, END_THINK), CALLS, listed, lark.mark(END_CALLS), ""
-    )
+    only_one = replace(use, is_parallel=False)
+    return answer_grammar(lark, DEEPSEEK, only_one, opening, listed, lark.mark(END_CALLS))
 
 
 DEEPSEEK = Style(
@@ -74,4 +72,6 @@ DEEPSEEK = Style(
     opening=ends_in(THINK),
     read=_read,
     grammar=_grammar,
+    thinking=THOUGHTS,
+    call=CALLS,
 )

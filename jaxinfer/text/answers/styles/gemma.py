@@ -16,18 +16,20 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.text.answers.lark import Lark, holding, quoted
+from jaxinfer.text.answers.lark import Lark, quoted
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules, not_honoured
 from jaxinfer.text.answers.source import SCALAR, Marks, Reader, Source, Write
 from jaxinfer.text.answers.style import (
+    BlockReader,
     Functions,
     Opening,
     Style,
+    Thinking,
     answer_grammar,
     begin_call,
     read_blocks,
-    read_prose,
+    read_thoughts,
 )
 from jaxinfer.text.answers.tools import ToolUse
 from jaxinfer.text.schema_check import schema_checker
@@ -35,6 +37,7 @@ from jaxinfer.validation import shown
 
 THOUGHT, END_THOUGHT = "<|channel>", "<channel|>"
 CHANNEL = "thought"
+THOUGHTS = Thinking(THOUGHT, END_THOUGHT, CHANNEL, is_anywhere=True)
 NAME, KEY, BARE = re.compile(r"[A-Za-z0-9_.-]*"), re.compile(r"[^:{}\[\],<>]*"), re.compile(r"[^{}\[\],<>]*")
 MAX_WORD = 256  # characters of a name, a key, or a value without quotes
 MAX_DEPTH = 64
@@ -63,10 +66,10 @@ class _Notation:
     has_thoughts: bool
 
     def read(self, source: Source, output: Output, functions: Functions, opening: Opening) -> Reader[None]:
-        if opening == "reasoning":
-            yield from read_prose(source, output, output.reasoning, END_THOUGHT)
-        thoughts = {THOUGHT: _read_thought} if self.has_thoughts else {}
         calls = {self.call: self._read_call} if functions else {}
+        if opening == "reasoning":
+            yield from read_thoughts(source, output, functions, END_THOUGHT, calls)
+        thoughts = {THOUGHT: _thought_reader(calls)} if self.has_thoughts else {}
         yield from read_blocks(source, output, functions, {**thoughts, **calls})
 
     def _read_call(self, source: Source, output: Output, functions: Functions) -> Generator[None, None, None]:
@@ -141,24 +144,17 @@ class _Notation:
             except ValueError as error:
                 raise not_honoured(name, error) from None
             calls.append(f"{quoted(f'call:{name}')} {rule}")
-        reasoning = begins = ""
-        if self.has_thoughts and opening != "content":
-            end = lark.up_to(END_THOUGHT, "thought")
-            reasoning, begins = (
-                (end, "")
-                if opening == "reasoning"
-                else (
-                    f"({lark.mark(THOUGHT)} {quoted(CHANNEL)} {end})?",
-                    holding(THOUGHT),
-                )
-            )
-        return answer_grammar(lark, use, (reasoning, begins), self.call, calls, lark.mark(self.end_call), "")
+        style = GEMMA if self.has_thoughts else FUNCTION_GEMMA
+        return answer_grammar(lark, style, use, opening, calls, lark.mark(self.end_call))
 
 
-def _read_thought(source: Source, output: Output, functions: Functions) -> Generator[None, None, None]:
-    source.release()
-    yield from source.accept(CHANNEL)
-    yield from read_prose(source, output, output.reasoning, END_THOUGHT)
+def _thought_reader(calls: Mapping[str, BlockReader]) -> BlockReader:
+    def read(source: Source, output: Output, functions: Functions) -> Generator[None, None, None]:
+        source.release()
+        yield from source.accept(CHANNEL)
+        yield from read_thoughts(source, output, functions, END_THOUGHT, calls)
+
+    return read
 
 
 class _Arguments:
@@ -295,9 +291,11 @@ def _style(name: str, notation: _Notation) -> Style:
         name=name,
         marks=(*((THOUGHT, END_THOUGHT) if notation.has_thoughts else ()), *notation_marks),
         is_used_by=lambda template: notation.call in template,
-        opening=_opening,
+        opening=_opening if notation.has_thoughts else lambda prompt: "beginning",
         read=notation.read,
         grammar=notation.grammar,
+        thinking=THOUGHTS if notation.has_thoughts else None,
+        call=notation.call,
     )
 
 

@@ -16,7 +16,7 @@ from jaxinfer.text.answers.lark import Lark, holding, quoted
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.source import Marks, Reader, Source
-from jaxinfer.text.answers.style import Functions, Opening, Style, read_arguments, read_prose
+from jaxinfer.text.answers.style import Functions, Opening, Style, Thinking, read_arguments, read_prose
 from jaxinfer.text.answers.tools import ToolUse
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -98,15 +98,30 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
         head = f"({channel} {quoted('commentary' + to)} | {quoted(to)} {channel} {commentary})"
         calls.append(f"{head} {heads}? {message} {rules.json(name, function.parameters)}")
     call = lark.rule("call", " | ".join(calls))
-    next_message = f"{lark.mark(START)} {quoted('assistant')}"
-    rest_of_message = f"{lark.up_to(END, 'message', holding(*OTHER_ENDS))} {next_message}"
-    analysis = lark.rule("analysis", f"{channel} {quoted('analysis')} {message} {rest_of_message}")
-    begun = rest_of_message if opening == "reasoning" else ""
+    begun, analysis = _analysis(lark, opening)
     if use.is_required:
         return lark.start(f"{begun} {analysis}* {call}")
-    preamble = lark.rule("preamble", f"{channel} {quoted('commentary')} {message} {rest_of_message}")
+    preamble = lark.rule("preamble", f"{channel} {quoted('commentary')} {message} {_rest_of_message(lark)}")
     final = lark.rule("final", f"{channel} {quoted('final')} {message} {lark.text_without('FINAL', holding(*ENDS))}?")
     return lark.start(f"{begun} ({analysis} | {preamble})* ({call} | {final})")
+
+
+def _analysis(lark: Lark, opening: Opening) -> tuple[str, str]:
+    """Returns expressions for the rest of the reasoning that the prompt has begun, and for a message of reasoning."""
+    rest = _rest_of_message(lark)
+    head = f"{lark.mark(CHANNEL)} {quoted('analysis')} {lark.mark(MESSAGE)}"
+    return rest if opening == "reasoning" else "", lark.rule("analysis", f"{head} {rest}")
+
+
+def _rest_of_message(lark: Lark) -> str:
+    return f"{lark.up_to(END, 'message', holding(*OTHER_ENDS))} {lark.mark(START)} {quoted('assistant')}"
+
+
+def _before(style: Style, lark: Lark, use: ToolUse, opening: Opening) -> str:
+    if opening == "content":
+        return ""
+    begun, analysis = _analysis(lark, opening)
+    return f"{begun} {analysis}* {lark.mark(CHANNEL)} {quoted('final')} {lark.mark(MESSAGE)}"
 
 
 HARMONY = Style(
@@ -116,4 +131,7 @@ HARMONY = Style(
     opening=_opening,
     read=_read,
     grammar=_grammar,
+    thinking=Thinking(CHANNEL, END, f"analysis{MESSAGE}", is_anywhere=True),
+    before=_before,
+    excluded=lambda style, use, opening: [holding(*ENDS)],
 )

@@ -9,7 +9,8 @@
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-Only an answer's beginning has reasoning: the model also writes `<think>` when it speaks of it.
+Only an answer's beginning has reasoning: the model also writes `<think>` when it speaks of it. A call may come before
+the end of the reasoning.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from jaxinfer.text.answers.style import (
     Functions,
     Opening,
     Style,
+    Thinking,
     answer_grammar,
     ends_in,
     json_call,
     read_blocks,
     read_named_call,
-    read_prose,
-    thinking,
+    read_thoughts,
 )
 from jaxinfer.text.answers.tools import ToolUse
 
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+THOUGHTS = Thinking(THINK, END_THINK)
 
 
 def read_thinking(
@@ -52,7 +54,7 @@ def read_thinking(
             output.content.write(source.release())
         source.release()
     if is_reasoning:
-        yield from read_prose(source, output, output.reasoning, END_THINK)
+        yield from read_thoughts(source, output, functions, END_THINK, blocks if functions else {})
     yield from read_blocks(source, output, functions, blocks if functions else {})
 
 
@@ -73,8 +75,7 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
         f"{line} {json_call(name, 'arguments', rules.json(name, function.parameters))} {line}"
         for name, function in use.functions.items()
     ]
-    first = thinking(lark, opening, THINK, END_THINK)
-    return answer_grammar(lark, use, first, CALL, calls, lark.mark(END_CALL), line)
+    return answer_grammar(lark, HERMES, use, opening, calls, lark.mark(END_CALL), line)
 
 
 HERMES = Style(
@@ -84,6 +85,8 @@ HERMES = Style(
     opening=ends_in(THINK),
     read=_read,
     grammar=_grammar,
+    thinking=THOUGHTS,
+    call=CALL,
 )
 
 
@@ -98,4 +101,5 @@ THINKING = Style(
     is_used_by=lambda template: END_THINK in template,
     opening=ends_in(THINK),
     read=_read_reasoning,
+    thinking=THOUGHTS,
 )

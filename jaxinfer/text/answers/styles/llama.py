@@ -14,7 +14,7 @@ from jaxinfer.text.answers.lark import Lark, holding, quoted, regex_of
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.source import Reader, Source
-from jaxinfer.text.answers.style import Functions, Opening, Style, read_blocks, read_named_call
+from jaxinfer.text.answers.style import Functions, Opening, Style, no_content, read_blocks, read_named_call
 from jaxinfer.text.answers.tools import ToolUse
 
 TAG = "<|python_tag|>"
@@ -50,12 +50,21 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
     is_alone = opening == "beginning"  # with nothing before it, a call needs no mark
     if use.is_required:
         return lark.start(f"{tag}{'?' if is_alone else ''} {call}")
-    names = "|".join(map(regex_of, use.functions))
-    begins_call = rf'\s*\{{\s*"name"\s*:\s*"({names})"(?s:.*)'
-    excluded = [begins_call] if is_alone else []
+    excluded = [_begins_call(use)] if is_alone else []
     before = lark.up_to(TAG, "call_mark", *excluded)
     content = lark.text_without("CONTENT", holding(TAG), *excluded)
     return lark.start(f"{content} | {before} {call}{f' | {call}' if is_alone else ''}")
+
+
+def _begins_call(use: ToolUse) -> str:
+    """Returns a pattern of texts that begin a call without its mark."""
+    names = "|".join(map(regex_of, use.functions))
+    return rf'\s*\{{\s*"name"\s*:\s*"({names})"(?s:.*)'
+
+
+def _excluded(style: Style, use: ToolUse, opening: Opening) -> list[str]:
+    alone = [_begins_call(use)] if use.functions and opening == "beginning" else []
+    return [*no_content(style, use, opening), *alone]
 
 
 LLAMA = Style(
@@ -65,4 +74,6 @@ LLAMA = Style(
     opening=lambda prompt: "beginning",
     read=_read,
     grammar=_grammar,
+    call=TAG,
+    excluded=_excluded,
 )

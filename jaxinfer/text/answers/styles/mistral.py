@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from dataclasses import replace
 
 from jaxinfer.text.answers.lark import Lark, quoted
 from jaxinfer.text.answers.parts import Output
@@ -20,30 +21,31 @@ from jaxinfer.text.answers.style import (
     Functions,
     Opening,
     Style,
+    Thinking,
     answer_grammar,
     ends_in,
     json_call,
     read_arguments,
     read_blocks,
     read_named_call,
-    read_prose,
-    reasoning_up_to,
-    thinking,
+    read_thoughts,
+    thoughts_up_to,
 )
 from jaxinfer.text.answers.tools import ToolUse
 
 THINK, END_THINK = "[THINK]", "[/THINK]"
 CALLS, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+THOUGHTS = Thinking(THINK, END_THINK, is_anywhere=True)
 MARKS = (THINK, END_THINK, CALLS, CALL_ID, ARGUMENTS)
 NAME, ID = re.compile(r"[A-Za-z0-9_.-]*"), re.compile(r"[A-Za-z0-9]*")
 MAX_NAME = 65  # characters, one more than a name has
 
 
 def _read(source: Source, output: Output, functions: Functions, opening: Opening) -> Reader[None]:
-    if opening == "reasoning":
-        yield from read_prose(source, output, output.reasoning, END_THINK)
     calls = {CALLS: _read_calls} if functions else {}
-    yield from read_blocks(source, output, functions, {THINK: reasoning_up_to(END_THINK), **calls})
+    if opening == "reasoning":
+        yield from read_thoughts(source, output, functions, END_THINK, calls)
+    yield from read_blocks(source, output, functions, {THINK: thoughts_up_to(END_THINK, calls), **calls})
 
 
 def _read_calls(source: Source, output: Output, functions: Functions) -> Generator[None, None, None]:
@@ -78,7 +80,7 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
         has_id = f"({lark.mark(CALL_ID)} /[A-Za-z0-9]{{9}}/)? " if lark.is_special(CALL_ID) else ""
         arguments = rules.json(name, function.parameters)
         calls.append(f"{quoted(name)} {has_id}{lark.mark(ARGUMENTS)} {arguments}")
-    return answer_grammar(lark, use, thinking(lark, opening, THINK, END_THINK), CALLS, calls, "", "")
+    return answer_grammar(lark, MISTRAL, use, opening, calls)
 
 
 def _list_grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> str:
@@ -86,8 +88,8 @@ def _list_grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening
     one = lark.rule("one_call", " | ".join(calls))
     several = f"({quoted(', ')} {one})*" if use.is_parallel else ""
     listed = [f"{quoted(' ')}? {quoted('[')} {one} {several} {quoted(']')}"]
-    only_one = ToolUse(use.functions, is_required=use.is_required, is_parallel=False)
-    return answer_grammar(lark, only_one, thinking(lark, opening, THINK, END_THINK), CALLS, listed, "", "")
+    only_one = replace(use, is_parallel=False)
+    return answer_grammar(lark, MISTRAL_LIST, only_one, opening, listed)
 
 
 MISTRAL = Style(
@@ -97,6 +99,8 @@ MISTRAL = Style(
     opening=ends_in(THINK),
     read=_read,
     grammar=_grammar,
+    thinking=THOUGHTS,
+    call=CALLS,
 )
 MISTRAL_LIST = Style(
     name="mistral_list",
@@ -105,4 +109,6 @@ MISTRAL_LIST = Style(
     opening=ends_in(THINK),
     read=_read,
     grammar=_list_grammar,
+    thinking=THOUGHTS,
+    call=CALLS,
 )

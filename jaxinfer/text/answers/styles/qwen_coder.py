@@ -26,8 +26,8 @@ from jaxinfer.text.answers.lark import Lark, quoted, regex_of
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules, not_honoured
 from jaxinfer.text.answers.source import Marks, Reader, Source
-from jaxinfer.text.answers.style import Functions, Opening, Style, answer_grammar, begin_call, ends_in, thinking
-from jaxinfer.text.answers.styles.hermes import CALL, END_CALL, END_THINK, THINK, read_thinking
+from jaxinfer.text.answers.style import Functions, Opening, Style, answer_grammar, begin_call, ends_in
+from jaxinfer.text.answers.styles.hermes import CALL, END_CALL, END_THINK, THINK, THOUGHTS, read_thinking
 from jaxinfer.text.answers.tools import Function, ToolUse
 from jaxinfer.text.json_schema import dump_json, load_json
 from jaxinfer.text.schema_check import schema_checker
@@ -103,8 +103,7 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
             raise not_honoured(name, error) from None
         head, end = quoted(f"\n{FUNCTION}{name}>\n"), quoted(f"{END_FUNCTION}\n")
         calls.append(f"{head} {parameters} {end}")
-    first = thinking(lark, opening, THINK, END_THINK)
-    return answer_grammar(lark, use, first, CALL, calls, lark.mark(END_CALL), quoted("\n"))
+    return answer_grammar(lark, QWEN_CODER, use, opening, calls, lark.mark(END_CALL), quoted("\n"))
 
 
 def _parameters(lark: Lark, rules: SchemaRules, function: Function) -> str:
@@ -167,4 +166,6 @@ QWEN_CODER = Style(
     opening=ends_in(THINK),
     read=_read,
     grammar=_grammar,
+    thinking=THOUGHTS,
+    call=CALL,
 )
