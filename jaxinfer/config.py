@@ -121,7 +121,7 @@ class EngineConfig:
       bursts, and aborts and deadlines act between dispatches. None takes 1 on CPU; elsewhere it takes up to 8, which
       run in 5 ms. More than 1 excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit. If others fill the queue, a tenant
-      with fewer than its fair share may still queue; at most twice as many wait then.
+      with fewer than its fair share may still queue; at most twice the number waits then.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
     * `parallelism`: the devices that compute the model, as a `Parallelism`: of this process, or all devices of all

@@ -70,7 +70,8 @@ def run() -> NoReturn:
     """Runs this process's command and ends the process.
 
     After Ctrl-C or a mistake it ends at once; otherwise the process would wait for the compiler, which cannot stop. So
-    does a server, which is told to end within seconds. Other commands wait: the next process finds the steps on disk.
+    does a server, whose supervisor kills it after some seconds. Other commands wait: the next process finds the steps
+    on disk.
     """
     if sys.stderr is None:  # closed; print(file=None) would write to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  up to the end of the process

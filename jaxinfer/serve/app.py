@@ -132,7 +132,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         with state.refusals(body):
             work = await asyncio.to_thread(work_of, body, llm.default_sampling_params, llm.max_model_len)
             assert work.chat is not None
-            chats = await state.render(work.chat, work.sampling)
+            tenant = state.options(request, body).get("tenant", "")
+            chats = await state.render(work.chat, work.sampling, tenant=tenant)
         assert llm.tokenizer is not None  # which has rendered the conversation
         (prompt,), (sampling,) = chats.prompts, chats.params
         tokenizer, heading = llm.tokenizer, state.heading("chatcmpl", "chat.completion", body.model)

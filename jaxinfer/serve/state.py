@@ -132,14 +132,14 @@ class ServerState:
             )
         return {**rendering, "chat_template": own or self.chat_template}
 
-    async def render(self, chat: Mapping[str, Any], sampling: SamplingParams | None) -> Chats:
+    async def render(self, chat: Mapping[str, Any], sampling: SamplingParams | None, *, tenant: str = "") -> Chats:
         """Returns a conversation as a prompt with its parameters; `chat` has the arguments of `render_chats`.
 
-        Raises ValueError if it cannot be rendered.
+        Conversations of tenants are rendered in turns. Raises ValueError if it cannot be rendered.
         """
         chat = with_effort(self.llm.tokenizer, self.with_template(chat))
         messages = chat.pop("messages")
-        return await self.llm.render(messages, sampling, **chat)
+        return await self.llm.render(messages, sampling, tenant=tenant, **chat)
 
     async def generate(
         self, request: Request, prompts: Sequence[Any], sampling: SamplingParams, options: RequestOptions

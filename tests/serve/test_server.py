@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from jaxinfer.cli.main import main
+from jaxinfer.engine.fair_threads import FairThreads
 from jaxinfer.serve import server as server_module
 from jaxinfer.serve import streams
 from jaxinfer.serve.access import Client, read_clients
@@ -405,6 +406,22 @@ def test_a_key_decides_the_tenant(guarded):
     _, http = guarded
     answer = http.post("/v1/completions", json={**SHORT, "user": "bob"}, headers=with_key(ANN))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "user")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("completions", SHORT), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})]
+)
+def test_a_request_is_checked_in_the_turns_of_its_tenant(guarded, monkeypatch, path, body):
+    _, http = guarded
+    submit, tenants = FairThreads.submit, []
+    monkeypatch.setattr(
+        FairThreads, "submit", lambda fair, name, work: tenants.append(name) or submit(fair, name, work)
+    )
+
+    answer = http.post(f"/v1/{path}", json={"model": NAME, "max_tokens": 2, **body}, headers=with_key(ANN))
+
+    assert answer.status_code == 200
+    assert set(tenants) == {"ann"}
 
 
 def test_a_key_has_no_more_requests_in_flight_than_it_may(guarded):

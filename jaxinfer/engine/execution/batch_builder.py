@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -248,10 +249,12 @@ def _masks(step: Step) -> dict[int, np.ndarray]:
     """Returns the grammar masks by sampled token: one of each row, in a verify step one after each draft as well."""
     masks, first = {}, 0
     for chunk in step.chunks:
-        grammar = chunk.request.grammar
+        grammar, began = chunk.request.grammar, time.thread_time()
         if grammar is not None and chunk.drafts:
             masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
         elif grammar is not None and chunk.is_last and not chunk.is_stale:
             masks[first] = grammar.mask()
+        if grammar is not None:
+            chunk.request.mask_seconds = time.thread_time() - began
         first += 1 + len(chunk.drafts)
     return masks

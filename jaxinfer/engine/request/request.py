@@ -218,12 +218,14 @@ class Request:
         self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.grammar = grammar
+        self.mask_seconds = 0.0  # processor time of its last grammar mask
+        self.mask_step = 0  # number of its last step while others waited for theirs
         # No grammar, no alternatives, no prompt log-probabilities: steps take the fast path for such requests.
         self.is_plain = grammar is None and not sampling.log_probs and sampling.prompt_log_probs is None
-        self.detokenizer = detokenizer
-        self._texts: list[str] = []
         # Returns the fault of the whole text, None if it has none. It may take seconds, on any thread.
         self.check: Callable[[], str | None] | None = None
+        self.detokenizer = detokenizer
+        self._texts: list[str] = []
         self.log_probs: list[float] = []
         self._top_log_probs: list[dict[int, float]] = []
         self._sampling_log_probs: list[float] = []  # if the engine's steps give them

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import overload
 
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.hand_over import Arrival
+from jaxinfer.engine.scheduling.mask_turns import waiting_for_masks
 from jaxinfer.engine.scheduling.metrics import Observer, Tally
 from jaxinfer.engine.scheduling.policy import step_order
 from jaxinfer.engine.scheduling.step import Chunks, Rows
@@ -148,8 +149,14 @@ class RunningQueue(Sequence[Request]):
         If some request decodes, those that prefill leave `num_reserved` tokens for drafts, but get half of the tokens
         that decoding requests leave, or more.
         """
-        chunks = self._advance_decode_batch() if len(self) <= budget else None
-        return self._split_budget(budget, now, num_reserved) if chunks is None else chunks
+        waiting = waiting_for_masks(self.advancing)
+        chunks = self._advance_decode_batch() if len(self) <= budget and not waiting else None
+        if chunks is None:
+            chunks = self._split_budget(budget, now, num_reserved, waiting)
+        if waiting:
+            for request in chunks.requests:
+                request.mask_step = self.num_scheduled + 1
+        return chunks
 
     def _advance_decode_batch(self) -> Chunks | None:
         """Returns one token per request if all decode, as in the last step, and free pages suffice; else None."""
@@ -171,13 +178,15 @@ class RunningQueue(Sequence[Request]):
             self._waiting.charge(tenant, count)
         return Chunks(self._decode_rows, starts, [1] * len(starts))
 
-    def _split_budget(self, budget: int, now: float, num_reserved: int) -> Chunks:
+    def _split_budget(self, budget: int, now: float, num_reserved: int, waiting: Collection[Request]) -> Chunks:
         requests: list[Request] = []
         starts: list[int] = []
         lens: list[int] = []
         are_decoding = True
         for request in step_order(self.advancing):
             if not request.pages:  # preempted for an earlier request of this loop
+                continue
+            if request in waiting:
                 continue
             num_tokens = request.num_uncomputed
             if num_tokens > 1:
