@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
-from jaxinfer.validation import as_bool, require_int, shown
+from jaxinfer.validation import as_bool, as_tuple, require, require_int, shown
 
 if TYPE_CHECKING:
     from jaxinfer.engine.async_llm import AsyncLLM
@@ -94,6 +94,7 @@ def run_batch(
     show_progress: bool = True,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
+    served_names: Sequence[str] = (),
 ) -> Summary:
     """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
 
@@ -104,7 +105,8 @@ def run_batch(
     it. Both may be URLs that fsspec knows. A line of the input is `{"custom_id": str, "prompt": str or token
     ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them the
     arguments of `LLM.chat` by their names. Or it is in OpenAI's batch format, with "custom_id", "method", "url" and
-    "body", and so is its record then; its "model" is an adapter, or the name that the model was loaded by. "priority"
+    "body", and so is its record then; its "model" is an adapter, the name that the model was loaded by, or one of
+    `served_names`, such as that of the model for which the lines were written. "priority"
     is "batch" unless the line gives it; "tenant", "deadline" and "cache_salt" are as for `LLM.add`. Any other line gets
     a record with `error`. The engine has at most `max_in_flight` of the requests at a time. Memory holds only the
     custom_ids and digests of lines.
@@ -124,6 +126,12 @@ def run_batch(
     """
     show_progress = as_bool("show_progress", show_progress)
     check_job(input_path, output_path, errors_path=errors_path, max_in_flight=max_in_flight, shard=shard)
+    names = as_tuple("served_names", served_names, "a list of names")
+    require(all(isinstance(name, str) for name in names), "served_names", names, "a list of names")
+    if taken := sorted({*names} & {*llm.adapters}):
+        raise ValueError(
+            f"served_names has {shown(taken[0])}, the name of an adapter; load the adapter by another name"
+        )
     bar = tqdm(disable=not show_progress, unit="request")
 
     def show(progress: Progress) -> None:
@@ -134,7 +142,7 @@ def run_batch(
 
     with bar:
         return run_job(
-            _SteppedEngine(llm, max_in_flight),
+            _SteppedEngine(llm, max_in_flight, names),
             as_file("input_path", input_path),
             as_file("output_path", output_path),
             None if errors_path is None else as_file("errors_path", errors_path),
@@ -282,7 +290,10 @@ class JobEngine(Protocol):
         ...
 
     def begin(self, request: JobRequest) -> InFlight:
-        """Gives the engine a request; ValueError if it cannot be honoured, QueueFullError if there is no room."""
+        """Gives the engine a request; ValueError if it cannot be honoured, QueueFullError if there is no room.
+
+        RuntimeError, OSError and MemoryError end the job; any other error is recorded for the line.
+        """
         ...
 
     def outputs(self) -> Iterator[Delta | Refusal]:
@@ -304,8 +315,8 @@ class Refusal(NamedTuple):
 class _SteppedEngine:
     """The engine of an `LLM`, whose steps the job computes."""
 
-    def __init__(self, llm: LLM, max_in_flight: int) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, max_in_flight: int, served_names: Sequence[str]) -> None:
+        self._llm, self._served_names = llm, served_names
         self.max_in_flight = max_in_flight
         self._deltas: deque[Delta] = deque()  # of the job; other requests of the engine have their own sinks
 
@@ -333,7 +344,9 @@ class _SteppedEngine:
             # The extra that the line was read with.
             from jaxinfer.openai.errors import require_known_model
 
-            require_known_model(request.body.model, [*self._llm.model_names, *self._llm.adapters], "job")
+            names = [*self._llm.model_names, *self._served_names, *self._llm.adapters]
+            way_out = "; give served_names (--served-name) the name that lines for this model have"
+            require_known_model(request.body.model, names, "job", way_out)
         prompt, params, chats = prepared(request, self._llm)
         options: Any = {"priority": "batch", **options_of(request, self._llm)}
         with self._llm.engine() as engine:

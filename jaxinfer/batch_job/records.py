@@ -138,7 +138,7 @@ def is_of_line(error: Exception) -> bool:
 
 
 def message_of(error: Exception) -> str:
-    """Returns the reason in an error of a line; the type is told of errors that were not foreseen."""
+    """Returns the reason for the record of a line, with the type of an error that no check has raised."""
     is_foreseen = isinstance(error, ValueError | OverflowError | RuntimeError)
     return str(error) if is_foreseen else f"the request has failed with {type(error).__name__}: {error}"
 

@@ -159,6 +159,12 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument(
         "--errors", metavar="ERRORS.jsonl", help="file for the records of lines that fail; the output when left out"
     )
+    batch.add_argument(
+        "--served-name",
+        action="append",
+        metavar="NAME",
+        help="a further name of the model, for lines in OpenAI's format that were written for it; may be repeated",
+    )
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
 
@@ -355,7 +361,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     if not arguments.process_id:  # the other processes neither read the input nor write the output
         check_job(arguments.input, arguments.output, **options)
     llm = _load(arguments)
-    summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **options)
+    options |= {"served_names": arguments.served_name or (), "show_progress": not arguments.quiet}
+    summary = run_batch(llm, arguments.input, arguments.output, **options)
     if not arguments.quiet:
         print(
             f"{summary.num_requests} requests: {summary.num_done_before} done before, "

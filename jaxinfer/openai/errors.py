@@ -69,10 +69,10 @@ INSTEAD = {
 UNKNOWN_FAILURE = RefusedError(500, "the server has failed on this request; its log says why", kind="server_error")
 
 
-def require_known_model(name: str | None, names: Sequence[str], owner: str) -> None:
+def require_known_model(name: str | None, names: Sequence[str], owner: str, way_out: str = "") -> None:
     """Raises RefusedError 404 for the name of a model that is none of `names`, those of the owner's models."""
     if name is not None and name not in names:
-        message = f"the model {shown(name)} does not exist; this {owner} has {', '.join(names)}"
+        message = f"the model {shown(name)} does not exist; this {owner} has {', '.join(names)}{way_out}"
         raise RefusedError(404, message, param="model", code="model_not_found")
 
 

@@ -446,6 +446,29 @@ def test_a_conversation_whose_variable_has_the_name_of_an_argument_fails_alone(t
     assert records_of(tmp_path / "out.jsonl")[1].get("error") is None
 
 
+def test_lines_for_another_model_are_answered_under_the_names_that_the_job_is_given(tmp_path):
+    line = {"method": "POST", "url": "/v1/completions"}
+    body = {"prompt": "p", "max_tokens": 2, "seed": 1}
+    rows = [{"custom_id": name, **line, "body": {**body, "model": name}} for name in ("m", "gpt-4o-mini", "o3", "poet")]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    run(tmp_path, with_adapters(), served_names=["gpt-4o-mini"])
+
+    m, named, other, poet = (record["response"] for record in records_of(tmp_path / "out.jsonl"))
+    assert named["body"]["model"] == "gpt-4o-mini"
+    assert named["body"]["choices"] == m["body"]["choices"] == poet["body"]["choices"]
+    assert (other["status_code"], other["body"]["error"]["code"]) == (404, "model_not_found")
+    assert "give served_names (--served-name) the name" in other["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(["poet"], "the name of an adapter"), ("m", "a list of names"), ([1], "a list of names")]
+)
+def test_names_that_the_model_cannot_have_are_refused(folder, names, message):
+    with pytest.raises(ValueError, match=f"served_names.*{message}"):
+        run(folder, with_adapters(), served_names=names)
+
+
 def record_of(line: int, raw: bytes = b"") -> bytes:
     """A record as a job on FakeLLM would leave it of this line."""
     return error_line(

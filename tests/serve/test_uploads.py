@@ -54,7 +54,7 @@ def stalled(address: str, key: str) -> socket.socket:
     """A connection with the beginning of an upload, of which no more comes."""
     host, port = address.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    head = f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Length: 1000000\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Length: 10000\r\n"
     connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
     return connection
 
