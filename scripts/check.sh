@@ -4,6 +4,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
-pyright
+# Both workers and all subprocesses of the tests read the same modules, so each is compiled to bytecode once.
+unset PYTHONDONTWRITEBYTECODE
+# Types take minutes of one core. They are checked beside the tests, and reported after them.
+types=$(mktemp)
+pyright >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
+status=0
 # With the slow tests. Compiling takes most of the time, and the tests of a file share what is compiled.
-pytest -n 2 --dist loadfile -m "not aot and not exhaustive" "$@"
+pytest -n 2 --dist loadfile -m "not aot and not exhaustive" "$@" || status=$?
+wait "$checker" || { status=$?; echo "pyright fails:"; }
+cat "$types"
+exit "$status"

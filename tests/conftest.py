@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from importlib.metadata import version
 
@@ -20,6 +21,7 @@ import pytest
 
 from jaxinfer.config import Parallelism
 from jaxinfer.device import describe_cpu
+from tests.durations import LONG, SLOW, is_listed, is_quick, may_have
 from tests.memory_maps import are_memory_maps_short, resident_bytes, return_free_memory
 
 # Compiled steps are not loaded from a folder that others can write to, which the umask may have it be.
@@ -31,66 +33,21 @@ hypothesis.settings.register_profile("jaxinfer", deadline=None)
 hypothesis.settings.load_profile("jaxinfer")
 
 
-# Tests without a compiled engine, by folder or by file: together they take less than a minute.
-QUICK = (
-    *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py", "test_prose.py"),
-    *("batch_job/test_job.py", "batch_job/test_records.py", "checkpoint", "text"),
-    *("engine/request", "engine/kv_cache", "engine/scheduling"),
-    *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),
-    *("engine/whole/test_assembly.py", "engine/whole/test_timeline.py"),
-    *("kernels/test_gpu_compiler.py", "kernels/test_recorded.py", "kernels/paged_attention/test_block_sizes.py"),
-    *("kernels/test_device_report.py", "kernels/test_device_timer.py"),
-    *("model/test_batch.py", "model/test_model_config.py", "model/test_params.py"),
-    *("notebooks/test_notebook_files.py", "plan/test_memory.py", "sampling/test_sampling_batch.py"),
-    *("simulation/test_step_times.py", "simulation/test_trace.py"),
-)
-# Files in these folders that compile whole models.
-NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
-# Files and folders that take 10 to 200 seconds each, most of it to compile: three quarters of the suite's time.
-SLOW = (
-    *("batch_job/test_kill.py", "checkpoint/test_logits.py", "checkpoint/test_long_rope.py"),
-    *("checkpoint/test_packed.py", "hostile/test_errors.py", "parallel", "test_docs.py"),
-    *("engine/exactness/test_cache_dtypes.py", "engine/exactness/test_families.py"),
-    *("engine/exactness/test_parameters.py", "engine/whole/test_adapters.py"),
-    *("engine/exactness/test_slice_on_tpu_kernels.py", "engine/exactness/test_sliding_window.py"),
-    *("engine/execution/test_start_up.py", "engine/execution/test_warm_up.py", "engine/frontend/test_guard.py"),
-    *("engine/speculation/test_draft_layers.py", "engine/speculation/test_speculation.py"),
-    *("engine/speculation/test_draft_vocabularies.py", "engine/whole/test_embedding_models.py"),
-    *("engine/speculation/test_tree_speculation.py", "engine/whole/test_bad_logits.py"),
-    *("engine/whole/test_embeddings.py", "engine/whole/test_parameters_in_structures.py"),
-    *("engine/whole/test_structure.py", "engine/whole/test_update_params.py"),
-    *("kernels/latent_attention", "kernels/test_device_check.py"),
-    *("kernels/paged_attention/test_exact_bits.py", "kernels/paged_attention/test_gpu.py"),
-    *("kernels/paged_attention/test_paged_attention.py", "kernels/paged_attention/test_tpu_interpret.py"),
-    *("model/components/test_latent_attention.py", "model/components/recurrent/test_recurrence.py"),
-    *("model/test_decoder_kernels.py", "model/test_exactness.py"),
-    *("notebooks/test_executed_notebooks.py", "plan/test_library_calls.py", "plan/test_products.py"),
-    *("steps/test_draft_distributions.py", "steps/test_log_probs.py", "steps/test_mesh_steps.py"),
-)
-# Files that take 10 seconds or more of the rest: parallel runs begin with these and the slow ones.
-LONG = (
-    *("checkpoint/test_every_family.py", "checkpoint/test_wrong_values.py"),
-    *("engine/exactness/test_engine_exactness.py", "engine/exactness/test_host_errors.py"),
-    *("engine/exactness/test_llm_against_transformers.py",),
-    *("engine/exactness/test_quantization.py", "engine/frontend/test_saved_requests.py"),
-    *("engine/scheduling/test_freed_requests.py", "engine/test_engine_thread.py", "engine/whole/test_agreement.py"),
-    *("engine/whole/test_endless_requests.py", "engine/whole/test_sampling_log_probs_of_requests.py"),
-    *("hostile/test_sequences.py", "serve", "steps/test_steps.py", "steps/test_trees.py"),
-)
 # The bytes that a process may have beside those that were left when it last dropped its compiled functions.
 MAX_GROWTH = 2 * 2**30
+# The processes that quick tests start together.
+MAX_QUICK_STARTS = 300
 KEPT_BYTES = pytest.StashKey[int]()
 
 
-def is_listed(path, listed):
-    """True if a file of these tests, or a folder that it lies in, is in the list."""
-    name = os.path.relpath(path, os.path.dirname(__file__))
-    return name in listed or any(name.startswith(f"{folder}/") for folder in listed)
+def pytest_ignore_collect(collection_path, config):
+    """Leaves files without tests of the mark unread: to rewrite and to import all takes half a minute."""
+    return None if may_have(collection_path, config.option.markexpr) else True
 
 
 def pytest_collection_modifyitems(config, items):
     paths = {item.path for item in items}
-    quick = {path for path in paths if is_listed(path, QUICK) and not is_listed(path, NOT_QUICK)}
+    quick = {path for path in paths if is_quick(path)}
     # Only a run of the whole suite leaves them out: a folder or a file that is named runs with its slow tests.
     is_whole = [os.path.realpath(arg) for arg in config.args] == [os.path.dirname(os.path.realpath(__file__))]
     slow = {path for path in paths if is_whole and is_listed(path, SLOW)}
@@ -118,6 +75,41 @@ def pytest_sessionstart(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
         reporter.write_line(f"CPU: {describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fails a quick test that compiles or loads a step of an engine, or starts one process too many."""
+    if not item.get_closest_marker("quick"):
+        return (yield)
+    from jaxinfer.engine.execution import executable_cache
+
+    def refuse(*_, **__):
+        pytest.fail("a quick test may not compile a step of an engine; list its file elsewhere than in QUICK")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_compile", "deserialize_and_load"):
+            patch.setattr(executable_cache, name, refuse)
+        QUICK_NOW.append(item)
+        try:
+            return (yield)
+        finally:
+            QUICK_NOW.clear()
+
+
+QUICK_NOW = []  # the quick test that runs, if one does
+QUICK_STARTS = []  # those that have started a process, which takes about a second
+
+
+def count_starts(event, _):
+    if not QUICK_NOW or event not in ("subprocess.Popen", "os.posix_spawn", "os.fork"):
+        return
+    QUICK_STARTS.append(QUICK_NOW[0].nodeid)
+    if len(QUICK_STARTS) > MAX_QUICK_STARTS:
+        pytest.fail(f"quick tests start more than {MAX_QUICK_STARTS} processes: {sorted(set(QUICK_STARTS))}")
+
+
+sys.addaudithook(count_starts)
 
 
 def pytest_runtest_teardown(item, nextitem):
