@@ -113,7 +113,7 @@ class Grammar:
                 if not self.after(token_id).mask().any():
                     _clear(mask, token_id)
 
-    def after(self, token_id: int) -> Grammar:
+    def after(self, token_id: int) -> Self:
         """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
         ahead = copy(self)
         ahead._matcher = self._matcher.deep_copy()
