@@ -221,13 +221,14 @@ class AnswerGrammar:
         return NO_TEXT_LEFT if is_held and not self.mask().any() else None
 
     def fault(self, text: str) -> str | None:
-        """Returns what is wrong with the document of a complete answer, whose text is `text`; None if nothing is."""
+        """Returns what is wrong with the document of a complete answer, None if nothing is.
+
+        The document is a part of `text`, that of the whole answer.
+        """
         for path in self._paths:
-            if path.is_complete and path.start is not None:
-                if path.start == 0:
-                    return path.grammar.fault(text)
-                text = self._parts.compiler.text(self._parts.sampling, self._token_ids[path.start :])
-                return path.grammar.fault(text)
+            if path.is_complete:
+                document = self._parts.compiler.text(self._parts.sampling, self._token_ids[path.start :])
+                return path.grammar.fault(document)
         return None
 
     def accept(self, token_id: int) -> None:

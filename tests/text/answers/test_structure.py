@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling_params import AnswerParams, SamplingParams, params_of
-from jaxinfer.text.answers.answers import AnswerForm
+from jaxinfer.text.answers.answers import AnswerForm, Answers
 from jaxinfer.text.answers.parts import Answer, answer_of
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.structure import NO_TEXT_LEFT, AnswerGrammar, compile_structure
 from jaxinfer.text.answers.styles.table import STYLES
 from jaxinfer.text.answers.tools import NO_TOOLS, read_tools
+from jaxinfer.text.chat_template import ChatTemplates
 from jaxinfer.text.grammar import GrammarCompiler
+from jaxinfer.text.tokenizer import Tokenizer
 from tests.text.answers.answer_texts import SCHEMAS, TOOL_STYLES, TOOLS, call, tokenizer_with, written
 
 pytest.importorskip("llguidance")
@@ -216,6 +218,18 @@ def test_without_a_style_or_a_conversation_a_structure_is_as_it_was_given():
     free = SamplingParams(max_tokens=4)
     for style in STYLES:
         assert begin(style, "special", free)[1] is free
+
+
+def test_a_model_that_does_not_know_the_marks_of_reasoning_begins_with_the_document():
+    params = SamplingParams(choices=CHOICES)
+    for kind, template, thinks in (("text", "<tool_call>", False), ("special", "", True), ("text", "</think>", True)):
+        tokenizer = Tokenizer(tokenizer_with("hermes", kind)._backend, ChatTemplates({"default": template}, {}))
+        form = Answers(tokenizer).form(TOOLS, style="hermes")
+        state = compile_structure(compiler_of("hermes", kind), tokenizer, form.sampling_params(params, [5]))
+        texts = {tokenizer.text_of(token_id)[0] for token_id in allowed(state)}
+
+        assert ("<" in texts) == (thinks or kind == "text")  # where a call may begin
+        assert follow(state, encoded(form, "<think>")) == (len(encoded(form, "<think>")) if thinks else 1)
 
 
 SPELLED = {
