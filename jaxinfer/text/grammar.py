@@ -8,11 +8,11 @@ from concurrent.futures import CancelledError, Future
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sampling_params import AnswerParams, SamplingParams
 from jaxinfer.text.schema_check import schema_checker
 from jaxinfer.text.structure_trial import Trials, require_packages
 from jaxinfer.text.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ class Grammar:
                 if not self.after(token_id).mask().any():
                     _clear(mask, token_id)
 
-    def after(self, token_id: int) -> Grammar:
+    def after(self, token_id: int) -> Self:
         """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
         ahead = copy(self)
         ahead._matcher = self._matcher.deep_copy()
@@ -157,22 +157,19 @@ class Branching(Protocol):
     def mask(self) -> np.ndarray: ...
 
 
-State = TypeVar("State", bound=Branching)
-
-
-def allowed_places(state: State, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+def allowed_places(state: Branching, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
     """Returns the places of the tokens that a state has room for; `parents` as in `Grammar.allowed`."""
-    states: list[State | None] = [state]
+    states: list[Branching | None] = [state]
     for token_id, parent in zip(token_ids, parents, strict=True):
         before = states[1 + parent]
         states.append(None if before is None or not before.allows(token_id) else before.after(token_id))
     return [place for place, after in enumerate(states[1:]) if after is not None]
 
 
-def masks_after(state: State, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]:
+def masks_after(state: Branching, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]:
     """Returns the mask of a state, and its mask after each of some tokens that it allows."""
     # Copies, for there may be no way back from the end of the structure, or from a limit that is met.
-    states = [state]
+    states: list[Branching] = [state]
     for token_id, parent in zip(token_ids, parents, strict=True):
         states.append(states[1 + parent].after(token_id))
     return [after.mask() for after in states]
@@ -283,10 +280,14 @@ class GrammarCompiler:
         return Structure(matcher, check, key_tokens, trial.can_run_out_of_keys)
 
     def must_compile(self, sampling: SamplingParams) -> bool:
-        """True if `compile` takes the time of a structure: it is not compiled yet."""
+        """True if the structures of an output or an answer take time to compile: not all are compiled yet."""
+        wanted = {sampling.structure} - {None}
+        if isinstance(sampling, AnswerParams):
+            shape = sampling.shape
+            wanted |= {("grammar", text) for text in (shape.before, shape.content, shape.calls) if text}
         with self._known_lock:
-            known = [future for key, future in self._known.items() if key[:2] == sampling.structure]
-        return sampling.structure is not None and not any(future.done() for future in known)
+            done = {key[:2] for key, future in self._known.items() if future.done()}
+        return not wanted <= done
 
     def _tokens(self) -> LLTokenizer:
         from llguidance import LLTokenizer

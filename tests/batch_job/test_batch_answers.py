@@ -58,7 +58,7 @@ def test_a_document_after_reasoning_is_the_content_of_lines_in_both_formats(llm,
     (expected,) = llm.chat(TALK, params, show_progress=False, **options)
     fields = {**options, "max_tokens": 60, "seed": 3, "thinking_token_budget": 5}
     form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
-    body = {"model": "any", "messages": TALK, "response_format": form, **fields}
+    body = {"model": llm.model_names[0], "messages": TALK, "response_format": form, **fields}
     openai_line = {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": body}
     lines = [{"custom_id": "a", "messages": TALK, "json_schema": schema, **fields}, openai_line]
     lines.append({"custom_id": "c", "prompt": "a", "thinking_token_budget": 5})

@@ -255,7 +255,7 @@ def names_of(config: type, *missing: str) -> list[str]:
     return [field.name for field in dataclasses.fields(config) if field.name not in missing]
 
 
-@pytest.mark.parametrize("name", names_of(SamplingParams, "logits_processors"))
+@pytest.mark.parametrize("name", names_of(SamplingParams, "logits_processors", "thinking_token_budget"))
 def test_each_sampling_option_reaches_the_request(llm, name):
     assert main(["generate", "p", *options_of(name, SAMPLING[name])]) == 0
     assert llm.told["sampling_params"] == SamplingParams(**{name: SAMPLING[name]})

@@ -107,6 +107,7 @@ class AnswerForm:
     continues: bool  # the last message of the prompt, rather than beginning one
     _tokenizer: Tokenizer
     _rules: SchemaRules
+    may_think: bool = True  # False for a model that does not know the marks of reasoning
 
     def sampling_params(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
         """Returns the parameters with the structure of an answer after a prompt; the same ones if it has none.
@@ -130,10 +131,12 @@ class AnswerForm:
         opening, use = self._opening(prompt_token_ids), self.use
         if is_document:  # then all other answers have calls
             use = replace(use, is_required=True, is_beside_document=True)
-        calls = self._calls(use, opening)
+        # A model without the marks of reasoning would spell them by accident, and never end it.
+        begun: Opening = "content" if is_document and opening == "beginning" and not self.may_think else opening
+        calls = self._calls(use, begun)
         if not is_document and budget is None:
             return replace(params, grammar=calls) if calls else params
-        shape = self._shape(self.style, use, opening, calls)
+        shape = self._shape(self.style, use, opening, calls, begun)
         if budget is not None:
             _require_end(params, shape)
         fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(SamplingParams)}
@@ -153,9 +156,9 @@ class AnswerForm:
             )
         return grammar or ""
 
-    def _shape(self, style: Style, use: ToolUse, opening: Opening, calls: str) -> AnswerShape:
+    def _shape(self, style: Style, use: ToolUse, opening: Opening, calls: str, begun: Opening) -> AnswerShape:
         lark, guard, thinking = Lark(self._tokenizer), Lark(self._tokenizer), style.thinking
-        before = style.before(style, lark, use, opening) if use.is_beside_document else ""
+        before = style.before(style, lark, use, begun) if use.is_beside_document else ""
         excluded = style.excluded(style, use, opening) if use.is_beside_document else []
         shape = AnswerShape(
             before=lark.start(before) if before else "",
@@ -240,9 +243,9 @@ class Answers:
         Raises ValueError as `read_tools` does, and for a tool call demanded of a model whose style is unknown.
         """
         style = as_plain("answer_style", style)
+        template = self._template(as_plain("chat_template", chat_template), tools is not None, style is None)
         if style is None:
-            template = as_plain("chat_template", chat_template)
-            found = style_of(self.tokenizer.chat_templates.choose(template, tools is not None))
+            found = style_of(template)
         else:
             require_name("answer_style", style, STYLES)
             found = STYLES[style]
@@ -255,4 +258,16 @@ class Answers:
             )
         # If the style is unknown, the template shows the tools, and a call is content.
         use = read_tools(tools if knows_calls else None, tool_choice, parallel_tool_calls)
-        return AnswerForm(found, use, continues, self.tokenizer, self._rules)
+        thinking = None if found is None else found.thinking
+        has_mark = thinking is not None and self.tokenizer.token_to_id(thinking.begin) is not None
+        may_think = thinking is None or has_mark or thinking.end in template
+        return AnswerForm(found, use, continues, self.tokenizer, self._rules, may_think)
+
+    def _template(self, given: Any, has_tools: bool, is_needed: bool) -> str:
+        """Returns the text of a chat template, "" if there is none and it is not needed."""
+        try:
+            return self.tokenizer.chat_templates.choose(given, has_tools)
+        except ValueError:
+            if is_needed:
+                raise
+            return ""

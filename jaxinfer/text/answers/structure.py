@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
+from typing import Self
 
 import numpy as np
 
@@ -219,12 +220,20 @@ class AnswerGrammar:
         is_held = any(path.content is not None for path in self._paths)
         return NO_TEXT_LEFT if is_held and not self.mask().any() else None
 
-    def fault(self, _: str) -> str | None:
-        """Returns what is wrong with the document of a complete answer, None if nothing is."""
+    @property
+    def has_check(self) -> bool:
+        """True if the document of a complete answer may have a `fault`."""
+        return any(path.is_complete and path.grammar.has_check for path in self._paths)
+
+    def fault(self, text: str) -> str | None:
+        """Returns what is wrong with the document of a complete answer, None if nothing is.
+
+        The document is a part of `text`, that of the whole answer.
+        """
         for path in self._paths:
             if path.is_complete:
-                text = self._parts.compiler.text(self._parts.sampling, self._token_ids[path.start :])
-                return path.grammar.fault(text)
+                document = self._parts.compiler.text(self._parts.sampling, self._token_ids[path.start :])
+                return path.grammar.fault(document)
         return None
 
     def accept(self, token_id: int) -> None:
@@ -236,7 +245,7 @@ class AnswerGrammar:
         self._token_ids.append(token_id)
         self._go_on(token_id)
 
-    def after(self, token_id: int) -> AnswerGrammar:
+    def after(self, token_id: int) -> Self:
         """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
         ahead = copy(self)
         if not self.is_complete:

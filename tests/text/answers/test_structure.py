@@ -7,18 +7,21 @@ import random
 import re
 from dataclasses import asdict, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxinfer.sampling_params import AnswerParams, SamplingParams, params_of
-from jaxinfer.text.answers.answers import AnswerForm
+from jaxinfer.text.answers.answers import AnswerForm, Answers
 from jaxinfer.text.answers.parts import Answer, answer_of
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.structure import NO_TEXT_LEFT, AnswerGrammar, compile_structure
 from jaxinfer.text.answers.styles.table import STYLES
 from jaxinfer.text.answers.tools import NO_TOOLS, read_tools
+from jaxinfer.text.chat_template import ChatTemplates
 from jaxinfer.text.grammar import GrammarCompiler
+from jaxinfer.text.tokenizer import Tokenizer
 from tests.text.answers.answer_texts import SCHEMAS, TOOL_STYLES, TOOLS, call, tokenizer_with, written
 
 pytest.importorskip("llguidance")
@@ -46,12 +49,13 @@ def is_balanced(text):
     return text.count("(") == text.count(")") and re.fullmatch(r"\(+[a-z]{1,3}\)+", text) is not None
 
 
-STRUCTURES = {
+STRUCTURES: dict[str, Any] = {
     "json_schema": (SCHEMA, lambda text: jsonschema.validate(json.loads(text), SCHEMA) is None),
     "regex": ("[A-F]{2}[0-9]{1,3}(x|yz)?", lambda text: re.fullmatch("[A-F]{2}[0-9]{1,3}(x|yz)?", text)),
     "choices": (CHOICES, lambda text: text in CHOICES),
     "grammar": (LARK, is_balanced),
 }
+END = {name: style.thinking.end for name, style in STYLES.items() if style.thinking is not None}
 OPENED = {
     "hermes": "<think>\n",
     "thinking": "<think>\n",
@@ -75,7 +79,7 @@ def compiler_of(style, kind):
     return compiler
 
 
-def begin(style, kind, params, use=NO_TOOLS, prompt="", continues=False):
+def begin(style, kind, params, use=NO_TOOLS, prompt="", continues=False) -> tuple[AnswerForm, Any, Any]:
     """The form of an answer after a prompt, its parameters and its structure at the beginning."""
     tokenizer = tokenizer_with(style, kind)
     form = AnswerForm(STYLES[style], use, continues, tokenizer, RULES)
@@ -189,7 +193,7 @@ def test_reasoning_neither_ends_the_answer_nor_begins_the_document_before_its_ma
         assert follow(state, token_ids) == len(token_ids)
         assert EOS not in allowed(state)
         assert not state.is_complete
-    rest = encoded(form, STYLES[style].thinking.end)
+    rest = encoded(form, END[style])
     if style == "gpt_oss":
         rest += encoded(form, "<|start|>assistant<|channel|>final<|message|>")
     rest += encoded(form, "yes")
@@ -214,6 +218,18 @@ def test_without_a_style_or_a_conversation_a_structure_is_as_it_was_given():
     free = SamplingParams(max_tokens=4)
     for style in STYLES:
         assert begin(style, "special", free)[1] is free
+
+
+def test_a_model_that_does_not_know_the_marks_of_reasoning_begins_with_the_document():
+    params = SamplingParams(choices=CHOICES)
+    for kind, template, thinks in (("text", "<tool_call>", False), ("special", "", True), ("text", "</think>", True)):
+        tokenizer = Tokenizer(tokenizer_with("hermes", kind)._backend, ChatTemplates({"default": template}, {}))
+        form = Answers(tokenizer).form(TOOLS, style="hermes")
+        state = compile_structure(compiler_of("hermes", kind), tokenizer, form.sampling_params(params, [5]))
+        texts = {tokenizer.text_of(token_id)[0] for token_id in allowed(state)}
+
+        assert ("<" in texts) == (thinks or kind == "text")  # where a call may begin
+        assert follow(state, encoded(form, "<think>")) == (len(encoded(form, "<think>")) if thinks else 1)
 
 
 SPELLED = {
@@ -259,7 +275,7 @@ def test_a_complete_document_is_checked_without_the_reasoning(style):
     only_date = {"type": "string", "format": "date", "pattern": "^2023-02-29$"}
     state = begin(style, "special", SamplingParams(json_schema=only_date), prompt=OPENED[style])[2]
     tokenizer = tokenizer_with(style, "special")
-    rest = STYLES[style].thinking.end + ("<|start|>assistant<|channel|>final<|message|>" if style == "gpt_oss" else "")
+    rest = END[style] + ("<|start|>assistant<|channel|>final<|message|>" if style == "gpt_oss" else "")
     token_ids = tokenizer.encode(f'"2023-02-29"{rest}"2023-02-29"', add_special_tokens=False)
 
     assert follow(state, token_ids) == len(token_ids)
@@ -284,9 +300,9 @@ def test_no_object_after_reasoning_has_a_key_twice():
 @KINDS
 @pytest.mark.parametrize("style", TOOL_STYLES)
 def test_beside_tools_an_answer_is_a_document_or_valid_calls(style, kind):
-    use, schema = read_tools(TOOLS), {"json_schema": SCHEMA}
-    form, params, beginning = begin(style, kind, SamplingParams(**schema), use)
-    tokenizer, choose = tokenizer_with(style, kind), random.Random(style)
+    use = read_tools(TOOLS)
+    form, params, beginning = begin(style, kind, SamplingParams(json_schema=SCHEMA), use)
+    choose = random.Random(style)
     document = written(style, Answer('{"good":true}'))
     made = Answer("", None, (call("get_weather", city="a", days=2),))
     wrong = Answer("", None, (call("get_weather", city="a", days=10),))
@@ -313,7 +329,6 @@ def test_beside_tools_an_answer_is_a_document_or_valid_calls(style, kind):
             assert bool(answer.tool_calls) or begun == []
             if not answer.tool_calls:
                 jsonschema.validate(json.loads(answer.content), SCHEMA)
-    assert tokenizer is form._tokenizer
 
 
 @pytest.mark.parametrize("style", TOOL_STYLES)
@@ -332,7 +347,7 @@ def test_a_demanded_call_beside_a_structure_is_a_call(style):
 @pytest.mark.parametrize("style", [name for name in TOOL_STYLES if name in THINKERS and name != "gpt_oss"])
 @KINDS
 def test_a_call_before_the_end_of_the_reasoning_is_valid_and_ends_the_answer(style, kind, with_document, choice):
-    structure = {"json_schema": SCHEMA} if with_document else {}
+    structure: Any = {"json_schema": SCHEMA} if with_document else {}
     use = read_tools(TOOLS, choice, parallel_tool_calls=False)
     form, params, beginning = begin(style, kind, SamplingParams(**structure), use, OPENED[style])
     text = "Hm. " + written(style, Answer("", None, (call("get_weather", city="a"),)))
@@ -364,7 +379,7 @@ def ends_of(style, kind):
 @pytest.mark.parametrize("kind", ["special", "text"])
 @EACH_THINKER
 def test_reasoning_ends_at_its_budget_to_the_token(style, kind, structure, prompt, budget):
-    given = {} if structure is None else {structure: STRUCTURES[structure][0]}
+    given: Any = {} if structure is None else {structure: STRUCTURES[structure][0]}
     params = SamplingParams(**given, thinking_token_budget=budget)
     ending = PROMPTS[prompt].get(style, "")
     form, params, state = begin(style, kind, params, prompt=ending)
@@ -403,7 +418,7 @@ def test_reasoning_ends_at_its_budget_to_the_token(style, kind, structure, promp
 def test_reasoning_that_ends_within_its_budget_is_left_alone(style):
     params = SamplingParams(thinking_token_budget=30)
     form, _, state = begin(style, "special", params, prompt=OPENED[style])
-    token_ids = encoded(form, "So it is." + STYLES[style].thinking.end)
+    token_ids = encoded(form, "So it is." + END[style])
 
     assert follow(state, token_ids) == len(token_ids)
     for _ in range(40):
@@ -453,7 +468,7 @@ def test_drafts_get_the_masks_that_the_same_tokens_get_one_by_one(style):
     params = SamplingParams(choices=CHOICES, thinking_token_budget=3)
     form, _, state = begin(style, "special", params, prompt=OPENED[style])
     final = encoded(form, "<|start|>assistant<|channel|>final<|message|>") if style == "gpt_oss" else []
-    drafts = [50, 51, 52, *encoded(form, STYLES[style].thinking.end), *final, *encoded(form, "yes"), EOS]
+    drafts = [50, 51, 52, *encoded(form, END[style]), *final, *encoded(form, "yes"), EOS]
     parents = range(-1, len(drafts) - 1)
 
     assert state.allowed(drafts, parents) == [*range(len(drafts))]
@@ -479,12 +494,12 @@ def test_end_tokens_are_left_alone_with_ignore_eos_until_nothing_else_may_follow
     assert state.is_complete or allowed(state) == [EOS]
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "no style": (None, {}, "the chat template shows none"),
     "no reasoning": ("llama3", {}, "the style llama3 has none"),
     "no reasoning either": ("functiongemma", {"regex": "a"}, "the style functiongemma has none"),
     "ngrams": ("hermes", {"no_repeat_ngram_size": 3}, "no_repeat_ngram_size may rule out the mark '</think>'"),
-    "bad words": ("hermes", {"bad_words": [[7, 4096]]}, None),
+    "bad words": ("hermes", {"bad_words": [[7, 4096], [7, 4097]]}, "bad_words may rule out the mark '</think>'"),
     "allowed tokens": ("gemma", {"allowed_token_ids": [50]}, "allowed_token_ids may rule out the mark"),
 }
 
@@ -492,9 +507,6 @@ REFUSED = {
 @pytest.mark.parametrize(("style", "fields", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_budget_that_cannot_be_kept_is_refused_by_name(style, fields, message):
     tokenizer = tokenizer_with(style or "hermes", "special")
-    if "bad_words" in fields:
-        fields = {"bad_words": [[7, tokenizer.token_to_id("</think>")]]}
-        message = "bad_words may rule out the mark '</think>'"
     form = AnswerForm(None if style is None else STYLES[style], NO_TOOLS, False, tokenizer, RULES)
 
     with pytest.raises(ValueError, match=f"thinking_token_budget=4 cannot be honoured.*{message}.*leave"):
@@ -514,6 +526,6 @@ def test_parameters_of_an_answer_are_the_same_after_a_way_through_json():
 
     assert isinstance(params, AnswerParams)
     assert isinstance(state, AnswerGrammar)
-    assert params_of(json.loads(json.dumps(asdict(params)))) == params
-    assert params_of(json.loads(json.dumps(asdict(plain)))) == plain
+    for each in (params, plain):
+        assert params_of(json.loads(json.dumps(asdict(each)))) == each
     assert replace(params, seed=3).shape == params.shape
