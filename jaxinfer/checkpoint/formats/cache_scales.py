@@ -51,8 +51,7 @@ def has_cache_scales(settings: Mapping[str, Any] | None) -> bool:
         return False
     if scheme == STATIC and settings.get("quant_method") == "fp8":
         return True
-    is_mapping = isinstance(scheme, Mapping)
-    if not is_mapping or any(scheme.get(name) not in honoured for name, honoured in HONOURED.items()):
+    if not isinstance(scheme, Mapping) or any(scheme.get(name) not in honoured for name, honoured in HONOURED.items()):
         way_out = "a static scale per tensor of FP8 is read; remove it, and use EngineConfig.cache_dtype"
         raise settings_error(str(settings.get("quant_method")), KEY, scheme, way_out)
     return True

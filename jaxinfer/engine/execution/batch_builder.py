@@ -249,12 +249,12 @@ def _masks(step: Step) -> dict[int, np.ndarray]:
     """Returns the grammar masks by sampled token: one of each row, in a verify step one after each draft as well."""
     masks, first = {}, 0
     for chunk in step.chunks:
-        grammar, began = chunk.request.grammar, time.thread_time()
-        if grammar is not None and chunk.drafts:
-            masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
-        elif grammar is not None and chunk.is_last and not chunk.is_stale:
-            masks[first] = grammar.mask()
-        if grammar is not None:
+        if (grammar := chunk.request.grammar) is not None:
+            began = time.thread_time()
+            if chunk.drafts:
+                masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
+            elif chunk.is_last and not chunk.is_stale:
+                masks[first] = grammar.mask()
             chunk.request.mask_seconds = time.thread_time() - began
         first += 1 + len(chunk.drafts)
     return masks
