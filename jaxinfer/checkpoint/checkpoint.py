@@ -47,12 +47,14 @@ ROWS_COMPARED_AT_ONCE = 4096
 def open_checkpoint(path_or_id: str | Path | Checkpoint, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
     """Returns the checkpoint at the place that `resolve_checkpoint` finds, or the given one; opens no file yet.
 
-    Of a folder with one GGUF file and no config.json it is that file.
+    Of a local folder with one GGUF file and no config.json it is that file.
     """
     if isinstance(path_or_id, Checkpoint):
         return path_or_id
     place = resolve_checkpoint(path_or_id, patterns)
-    if place.is_dir() and not (place / CONFIG_FILE).is_file() and len(files := gguf_files(place)) == 1:
+    is_local = Path(path_or_id).expanduser() == place  # what was downloaded of a repository is a part of its files
+    has_config = (place / CONFIG_FILE).is_file()
+    if is_local and place.is_dir() and not has_config and len(files := gguf_files(place)) == 1:
         place = files[0]
     return Checkpoint(place)
 

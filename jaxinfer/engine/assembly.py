@@ -283,13 +283,14 @@ def plan_host(
     defaults = read_sampling_defaults(
         checkpoint, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
     )
+    end_tokens = _end_tokens(checkpoint, tokenizer, model_config.vocab_size)
     admission = Admission(
         dtype=dtype,
         model_config=model_config,
         engine_config=config,
         cache_config=cache_config,
         tokenizer=tokenizer,
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=end_tokens,
         default_sampling_params=defaults if tokenizer is None else _with_special_stops(defaults, tokenizer),
         max_model_len=max_model_len,
         window=window,
@@ -298,7 +299,7 @@ def plan_host(
         adapters=AdapterSlots(config.max_adapters),
         devices=identity_of(placements),
         takes_predictions=speculation is not None and isinstance(speculation.proposer.drafter, NgramDrafter),
-        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, checkpoint.eos_token_ids),
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, end_tokens),
     )
     scheduler = Scheduler(
         max_num_seqs=max_rows(config),
@@ -319,6 +320,16 @@ def plan_host(
         clock=clock,
     )
     return admission, scheduler
+
+
+def _end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Returns the tokens that end a text: those that the checkpoint states, and the tokenizer's own.
+
+    Fine-tunes teach the model another one, and may state it among the tokenizer's files alone.
+    """
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    stated = checkpoint.eos_token_ids
+    return stated if own is None or own in stated or own >= vocab_size else (*stated, own)
 
 
 def _with_special_stops(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

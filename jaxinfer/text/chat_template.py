@@ -71,6 +71,11 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The special tokens that templates may use, by names such as "eos_token"."""
+        return self._special_tokens
+
     def choose(self, template: str | None, has_tools: bool) -> str:
         """Returns the template to use: `template` itself or its name here, else the default one."""
         if template is not None:

@@ -16,12 +16,14 @@ from jaxinfer.gguf.file import is_gguf
 from jaxinfer.text.added_tokens import read_stated_tokens
 from jaxinfer.text.backends.gguf_vocabulary import load_gguf_vocabulary
 from jaxinfer.text.backends.sentencepiece_model import load_sentencepiece
+from jaxinfer.text.backends.vocabulary_and_merges import load_vocabulary_and_merges
 from jaxinfer.text.chat_template import ChatTemplates
 from jaxinfer.text.files import check_size
 from jaxinfer.validation import MAX_INT, as_bool, as_plain, as_tuple, is_int, require, shown
 
 logger = logging.getLogger(__name__)
 
+FILES = ("tokenizer.json", "tokenizer.model")
 MAX_TOKENIZER_BYTES = 2**27  # of tokenizer.json and tokenizer.model; the largest published ones have 33 MB
 # Of a text to encode and of ids to decode. The library releases the interpreter's lock for batches alone, and computes
 # them on its own threads, for which a short text would wait behind long ones of other callers.
@@ -48,7 +50,7 @@ SPELLED_BYTES = _spelled_bytes()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json or tokenizer.model, and its chat templates."""
+    """A checkpoint's tokenizer, and its chat templates."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         """Takes over `backend`, without its truncation and padding: a prompt is encoded whole."""
@@ -65,24 +67,25 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
-        """Reads tokenizer.json in `checkpoint_dir`, or else tokenizer.model of SentencePiece, and the files beside it.
+        """Reads tokenizer.json in `checkpoint_dir`, and the files beside it.
 
-        Of a GGUF file it reads the vocabulary in its metadata. None without any of these, ValueError for a damaged
-        file.
+        Without it tokenizer.model of SentencePiece is read, or else vocab.json with merges.txt. Of a GGUF file it reads
+        the vocabulary in its metadata. None without any of these, ValueError for a damaged file.
         """
         require(isinstance(checkpoint_dir, str | Path), "checkpoint_dir", checkpoint_dir, "text or a Path")
         folder = Path(checkpoint_dir)
         if is_gguf(folder) and folder.is_file():
             vocabulary = load_gguf_vocabulary(folder)
             return None if vocabulary is None else cls(*vocabulary)
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            path = folder / "tokenizer.model"
-            if not path.exists():
+        path = next((folder / name for name in FILES if (folder / name).exists()), None)
+        if path is not None:
+            check_size(path, MAX_TOKENIZER_BYTES)
+        if path is not None and path.suffix == ".model":
+            backend, stated = load_sentencepiece(path)
+        else:
+            backend = load_vocabulary_and_merges(folder) if path is None else _load_json(path)
+            if backend is None:
                 return None
-        check_size(path, MAX_TOKENIZER_BYTES)
-        if path.suffix == ".json":
-            backend = _load_json(path)
             stated = read_stated_tokens(folder, backend.get_added_tokens_decoder())
             backend.add_tokens(list(stated.tokens))
             if misplaced := stated.misplaced(backend.token_to_id):
@@ -92,8 +95,6 @@ class Tokenizer:
                     folder,
                     misplaced,
                 )
-        else:
-            backend, stated = load_sentencepiece(path)
         backend.encode_special_tokens = stated.splits_special_tokens
         return cls(backend, ChatTemplates.from_path(folder, stated.names))
 
@@ -110,6 +111,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens known, added ones included; a model may have more rows than that."""
         return self._backend.get_vocab_size()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text by the files beside the tokenizer; None if they name none."""
+        name = self.chat_templates.special_tokens.get("eos_token")
+        return None if name is None else self.token_to_id(name)
 
     @functools.cached_property
     def ordinary_tokens(self) -> Mapping[str, int]:

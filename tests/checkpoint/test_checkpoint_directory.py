@@ -76,6 +76,13 @@ def test_a_folder_with_one_gguf_and_no_config_is_that_file(tmp_path, others):
     assert open_checkpoint(tmp_path).path == tmp_path / "model-Q8_0.gguf"
 
 
+def test_a_repository_of_which_one_gguf_was_downloaded_is_not_that_file(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+
+    assert open_checkpoint("owner/name").path == tmp_path
+
+
 def test_a_checkpoint_beside_a_gguf_stays_the_checkpoint(tmp_path):
     write(tmp_path, config={})
     (tmp_path / "model.gguf").touch()

@@ -46,10 +46,10 @@ def has_cache_scales(settings: Mapping[str, Any] | None) -> bool:
 
     Raises ValueError for another scheme of keys and values.
     """
-    scheme = None if settings is None else settings.get(KEY)
+    scheme: Any = None if settings is None else settings.get(KEY)
     if settings is None or scheme in (None, {}):
         return False
-    if scheme == STATIC and settings.get("quant_method") == "fp8":
+    if settings.get("quant_method") == "fp8" and scheme == STATIC:
         return True
     if not isinstance(scheme, Mapping) or any(scheme.get(name) not in honoured for name, honoured in HONOURED.items()):
         way_out = "a static scale per tensor of FP8 is read; remove it, and use EngineConfig.cache_dtype"

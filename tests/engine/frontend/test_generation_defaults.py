@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import transformers
 from jaxinfer import SamplingParams
 from jaxinfer.batch_job import run_batch
 from jaxinfer.cli.main import main
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.sampling_params import TotalLength
 from tests.checkpoint.renamed import edit_json
 from tests.engine.engines import quick_engine, random_prompts
@@ -164,3 +166,25 @@ def test_an_option_of_the_command_line_replaces_the_parameter_that_it_gives(boun
 
     assert "11 + 23 tokens" in default
     assert "11 + 40 tokens" in given
+
+
+@pytest.mark.parametrize("stated", [[0], None], ids=str)
+def test_a_text_ends_at_the_end_token_of_the_tokenizers_files_too(tmp_path, stated):
+    path = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    edit_json(path, "generation_config.json", eos_token_id=stated)
+    edit_json(path, "tokenizer_config.json", eos_token=...)
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    with quick_engine(path, max_num_seqs=2) as llm:
+        (before,) = llm.generate("def add(a, b):", greedy, show_progress=False)
+        assert llm.tokenizer is not None
+        end = llm.tokenizer.id_to_token(before.token_ids[4])
+    edit_json(path, "tokenizer_config.json", eos_token=end)
+
+    with quick_engine(path, max_num_seqs=2) as llm:
+        (after,) = llm.generate("def add(a, b):", greedy, show_progress=False)
+        (whole,) = llm.generate("def add(a, b):", replace(greedy, ignore_eos=True), show_progress=False)
+
+    first = before.token_ids.index(before.token_ids[4])
+    assert list(after.token_ids) == list(before.token_ids[: first + 1])
+    assert after.finish_reason == "stop"
+    assert whole.token_ids == before.token_ids
