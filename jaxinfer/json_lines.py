@@ -38,7 +38,7 @@ def parse_line(line: bytes) -> Any:
 def parse_json(line: bytes) -> Any:
     """Parses a line of any length, with the other checks of `parse_line`."""
     try:
-        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=distinct, parse_int=_integer)
     except RecursionError:
         raise ValueError("the line is nested too deeply; give one flat JSON object") from None
     except UnicodeDecodeError as error:
@@ -47,7 +47,8 @@ def parse_json(line: bytes) -> Any:
         raise ValueError(f"the line is not JSON ({error}); give one JSON object per line") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the object of some keys and values. ValueError for a key that is there twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

@@ -47,7 +47,7 @@ ALLOWED = {
     " engine.scheduling model steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
     " engine.scheduling model parallel plain_values sampling_params text validation",
-    "openai": "config engine.frontend engine.request sampling_params text validation",
+    "openai": "config engine.frontend engine.request json_lines sampling_params text validation",
 }
 # The command line, the server, the simulation, capacity plans, batch jobs and the engine's own few modules may import
 # all of these.

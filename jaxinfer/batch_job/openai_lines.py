@@ -82,6 +82,7 @@ def result_of(
         for c in completions
     ]
     content = answer_of(body, heading, completions, len(completions), tokenizer)
+    content["choices"] = list(content["choices"])
     del content["usage"]["prompt_tokens_details"]  # tokens found in the cache: they depend on what ran before
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": content}
     return {"id": f"batch_req_{digest}", "response": response, "error": None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import socket
 import ssl
 import sys
@@ -45,7 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keys",
         metavar="FILE",
-        help='JSON lines of {"key", "tenant", "priority", "max_in_flight", "tokens_per_minute"}; all may enter without',
+        help='JSON lines of {"key", "tenant", "priority", "max_in_flight", "tokens_per_minute", "metrics"};'
+        " without them all may enter",
     )
     group.add_argument(
         "--allowed-host",
@@ -64,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=MAX_BODY_BYTES,
         metavar="INT",
-        help=f"most bytes of a request's body (default {MAX_BODY_BYTES})",
+        help=f"most bytes of a request's body, a sixteenth of all bodies together (default {MAX_BODY_BYTES})",
     )
     group.add_argument(
         "--files",
@@ -170,6 +172,9 @@ def serve(arguments: argparse.Namespace) -> None:
         server.on_start = lambda port: print(
             f"jaxinfer: serves at {scheme}://{arguments.host}:{port}/v1", file=sys.stderr, flush=True
         )
+    # Collections then look at the objects of requests alone, and not for long, as they hold the interpreter's lock.
+    gc.collect()
+    gc.freeze()
     try:
         server.run()
         if llm.failure is not None:

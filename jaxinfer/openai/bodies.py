@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from jaxinfer.text.answers.tools import MAX_TOOLS
 from jaxinfer.validation import cut
@@ -19,6 +28,7 @@ MAX_MESSAGES = 4_096
 MAX_STOPS = 128
 MAX_LISTED = 4_096  # of each other list
 MAX_TOKENS = 2**20  # of a prompt
+PIECE = 2**14
 
 
 def _whole(value: Any) -> Any:
@@ -28,8 +38,25 @@ def _whole(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _in_pieces(values: Any, validate: ValidatorFunctionWrapHandler) -> list[int]:
+    """Checks a long list piece by piece: one call for all of it would hold the interpreter's lock."""
+    if not isinstance(values, list) or not PIECE < len(values) <= MAX_TOKENS:
+        return validate(values)
+    checked: list[int] = []
+    for start in range(0, len(values), PIECE):
+        try:
+            checked += validate(values[start : start + PIECE])
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ValueError(f"item {start + int(first['loc'][-1])}: {first['msg']}") from None
+    return checked
+
+
 # Of a long list only the first wrong item is reported: an error for each would take seconds and gigabytes.
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+_Ids = Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True), WrapValidator(_in_pieces)]
+TokenIds = Annotated[_Ids, Field(min_length=1)]
 Text = Annotated[str, Field(max_length=2**24)]
 Texts = Annotated[list[Text], Field(max_length=MAX_LISTED, fail_fast=True)]
 Name = Annotated[str, Field(max_length=4_096)]
@@ -43,6 +70,11 @@ def _bounded(values: Any) -> Any:
     if isinstance(values, dict) and len(values) > MAX_LISTED:
         raise ValueError(f"it has {len(values):,} entries; give at most {MAX_LISTED:,}")
     return values
+
+
+def _plain(name: str) -> str:
+    """Returns the name of a field for an error; half a surrogate pair has no UTF-8."""
+    return cut(name).encode(errors="backslashreplace").decode()
 
 
 Numbers = Annotated[dict[str, float], BeforeValidator(_bounded)]
@@ -65,7 +97,7 @@ class Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()} | cls.REFUSED.keys()
         for name in given:
             if name not in known:
-                raise ValueError(f"{cut(name)}: this field is unknown, and no field is ignored; leave it out")
+                raise ValueError(f"{_plain(name)}: this field is unknown, and no field is ignored; leave it out")
         for name, (harmless, reason) in cls.REFUSED.items():
             if name in given and given.pop(name) not in harmless:
                 raise ValueError(f"{name} cannot be honoured: {reason}; leave it out")
@@ -285,4 +317,4 @@ class DetokenizeBody(Body):
     """The body of /detokenize."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
+    tokens: _Ids

@@ -53,13 +53,16 @@ def answer_of(
     num_samples: int,
     tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """Returns the answer to a body: its heading, choices and usage; each prompt has `num_samples` completions."""
+    """Returns the answer to a body: its heading, choices and usage; each prompt has `num_samples` completions.
+
+    `choices` is an iterator, so that a large answer is not there as a whole.
+    """
     if isinstance(body, ChatBody):
         assert tokenizer is not None  # which has rendered the conversation
-        choices = [chat_choice(c, i, body, tokenizer) for i, c in enumerate(completions)]
+        choices = (chat_choice(c, i, body, tokenizer) for i, c in enumerate(completions))
     else:
         completions = as_asked(completions, body)
-        choices = [completion_choice(c, i, body, tokenizer) for i, c in enumerate(completions)]
+        choices = (completion_choice(c, i, body, tokenizer) for i, c in enumerate(completions))
     groups = [completions[i : i + num_samples] for i in range(0, len(completions), num_samples)]
     answer = {**heading, "choices": choices, "usage": usage_of(groups)}
     if isinstance(body, ChatBody) and body.return_token_ids:

@@ -1,10 +1,11 @@
-"""Keys of clients, each with a tenant, a priority and limits, and the bound of what a request may send."""
+"""Keys of clients, each with a tenant, a priority and limits, and the names and origins that may call."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.engine.request.request import Priority
+from jaxinfer.json_lines import parse_line
 from jaxinfer.openai.errors import RefusedError
 from jaxinfer.serve import static_page
 from jaxinfer.serve.refusals import refusal_response
@@ -28,7 +29,9 @@ from jaxinfer.validation import is_real, shown
 # Probes of a load balancer have no key, and the page asks for one.
 OPEN_PATHS = ("/health", "/ready", *static_page.PATHS)
 MINUTE = 60.0
-FIELDS = ("key", "tenant", "priority", "max_in_flight", "tokens_per_minute")
+FIELDS = ("key", "tenant", "priority", "max_in_flight", "tokens_per_minute", "metrics")
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # which change nothing
+MAX_HEAD_BYTES = 2**16
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,7 @@ class Client:
     priority: Priority = "interactive"
     max_in_flight: float = math.inf
     tokens_per_minute: float = math.inf
+    reads_metrics: bool = False  # whose differences tell of single requests of other tenants
     num_in_flight: int = 0
     _used: deque[tuple[int, int]] = field(default_factory=deque)  # the last minute's seconds, and the tokens of each
     _lock: Lock = field(default_factory=Lock)  # batches count on threads of their own
@@ -109,9 +113,10 @@ class Client:
 
 
 def restricted(options: RequestOptions, tenant: str) -> RequestOptions:
-    """Returns a request's options with a tenant and a cache of its own; ValueError if they name a tenant."""
-    if "tenant" in options:
-        raise ValueError("user cannot be honoured: the key says which tenant the request is of; leave it out")
+    """Returns a request's options with a tenant and a cache of its own.
+
+    A `user` in the body names a person behind the client: the tenant is that of the key all the same.
+    """
     # Of a text that reads in one way alone, so that no tenant's name and salt are another's.
     own = json.dumps([tenant, options.get("cache_salt")])
     return RequestOptions(**{**options, "tenant": tenant, "cache_salt": sha256(own.encode()).hexdigest()})
@@ -122,17 +127,28 @@ def client_of(request: Request) -> Client | None:
     return getattr(request.state, "client", None)
 
 
-def read_clients(path: str | Path) -> list[Client]:
-    """Reads a file of keys: JSON lines with key, tenant, priority, max_in_flight and tokens_per_minute.
+def tenant_of(request: Request) -> str | None:
+    """Returns the tenant of a request's client, or None if the server has no keys."""
+    client = client_of(request)
+    return None if client is None else client.tenant
 
-    Raises ValueError with the line and the way out.
+
+def read_clients(path: str | Path) -> list[Client]:
+    """Reads a file of keys: JSON lines with key, tenant, priority, max_in_flight, tokens_per_minute and metrics.
+
+    A key reads the metrics if its line says so, or if all keys are of one tenant. Raises ValueError with the line and
+    the way out.
     """
     clients: list[Client] = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8 ({error}); convert it, and give one JSON object per line") from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
-            client = _client(json.loads(line))
+            client = _client(parse_line(line.encode()))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if any(client.digest == other.digest for other in clients):
@@ -140,6 +156,9 @@ def read_clients(path: str | Path) -> list[Client]:
         clients.append(client)
     if not clients:
         raise ValueError(f"{path} has no key, so no client could enter; write a line such as {_EXAMPLE}")
+    if len({client.tenant for client in clients}) == 1:
+        for client in clients:  # there is no other tenant
+            client.reads_metrics = True
     return clients
 
 
@@ -151,6 +170,8 @@ def _client(entry: Any) -> Client:
         raise ValueError(f"give a JSON object with a key of at least 16 characters, such as {_EXAMPLE}")
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise ValueError(f"{shown(unknown[0])} is unknown; the fields are {', '.join(FIELDS)}")
+    if re.search(r"^\s|\s$|[\x00-\x1f\x7f]", entry["key"], re.ASCII):
+        raise ValueError("the key has a space at an end, or a character that no header holds; give one without")
     digest = sha256(entry["key"].encode()).digest()
     # Clients without a name are tenants of their own.
     tenant, priority = entry.get("tenant", digest.hex()[:16]), entry.get("priority", "interactive")
@@ -162,7 +183,9 @@ def _client(entry: Any) -> Client:
     for name, value in limits.items():
         if not is_real(value) or not 1 <= value < math.inf:
             raise ValueError(f"{name}={shown(value)} is not allowed: give a number of at least 1, or leave it out")
-    return Client(digest=digest, tenant=tenant, priority=priority, **limits)
+    if not isinstance(reads_metrics := entry.get("metrics", False), bool):
+        raise ValueError(f"metrics={shown(reads_metrics)} is not allowed: give true or false")
+    return Client(digest=digest, tenant=tenant, priority=priority, reads_metrics=reads_metrics, **limits)
 
 
 class AccessControl:
@@ -233,36 +256,58 @@ def _host_name(value: bytes) -> str:
     return host.partition(":")[0].rstrip(".")
 
 
-class BodyLimit:
-    """Refuses requests with a body of more bytes than a limit, before they are in memory.
+class OriginCheck:
+    """Refuses requests that a page of another origin sends, unless its origin is one of some. `*` is any origin.
 
-    `max_bytes_of` has the limits of paths with another one.
+    A browser sends forms to any server without asking first. A key protects from that, for the page would need it.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_of: Mapping[str, int]) -> None:
-        self._app, self._max_bytes, self._max_bytes_of = app, max_bytes, max_bytes_of
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app, self._origins = app, {origin.lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        headers = dict(scope.get("headers", ()))
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS or self._is_own(headers):
             await self._app(scope, receive, send)
             return
-        max_bytes = self._max_bytes_of.get(scope["path"], self._max_bytes)
-        message = f"the body has more than {max_bytes:,} bytes; send a smaller one"
-        for name, value in scope["headers"]:
-            # The protocol has made sure that it is a number.
-            if name == b"content-length" and int(value) > max_bytes:
-                response = refusal_response(RefusedError(413, message, code="body_too_large"))
-                response.headers["Connection"] = "close"  # or the client would go on sending
-                await response(scope, receive, send)
-                return
-        num_bytes = 0
+        origin = shown(headers.get(b"origin", b"").decode("latin-1"))
+        message = f"a page of another origin, {origin}, has sent the request; give the server --cors-origin"
+        await refusal_response(RefusedError(403, message, code="origin_not_allowed"))(scope, receive, send)
 
-        async def receive_within_limit() -> Message:
-            nonlocal num_bytes
-            received = await receive()
-            num_bytes += len(received.get("body", b""))
-            if num_bytes > max_bytes:
-                raise HTTPException(413, message, {"Connection": "close"})
-            return received
+    def _is_own(self, headers: Mapping[bytes, bytes]) -> bool:
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        if self._origins & {"*", origin}:
+            return True
+        site = headers.get(b"sec-fetch-site", b"").lower()
+        if site in (b"same-origin", b"none"):
+            return True
+        # Without these headers no browser has sent it.
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        return site != b"cross-site" and (not origin or origin.partition("://")[2] == host)
 
-        await self._app(scope, receive_within_limit, send)
+
+class HeadCheck:
+    """Refuses requests with a head above MAX_HEAD_BYTES, and those whose length two headers say (RFC 9112, 6.1).
+
+    A proxy that goes by the other header would take the rest of such a body for a request of its own.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (message := _head_fault(scope)):
+            response = refusal_response(RefusedError(400, message, code="bad_head"))
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _head_fault(scope: Scope) -> str | None:
+    num_bytes = sum(len(name) + len(value) + 4 for name, value in scope["headers"]) + len(scope["raw_path"])
+    if num_bytes + len(scope["query_string"]) > MAX_HEAD_BYTES:
+        return f"the request's head has more than {MAX_HEAD_BYTES:,} bytes; send fewer headers"
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        return "the request has both Content-Length and Transfer-Encoding; send one"
+    return None

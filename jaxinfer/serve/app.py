@@ -42,22 +42,25 @@ from jaxinfer.openai.errors import (
 )
 from jaxinfer.openai.messages import require_messages
 from jaxinfer.openai.work import answer_of, prompts_of, work_of
-from jaxinfer.serve.access import Client
+from jaxinfer.serve.access import Client, client_of, tenant_of
 from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import add_batches
+from jaxinfer.serve.bodies import BodyRoute, HeavyWork
 from jaxinfer.serve.metrics import ObservedStream
 from jaxinfer.serve.refusals import refusal_response
 from jaxinfer.serve.state import ServerState
 from jaxinfer.serve.static_page import add_page
 from jaxinfer.serve.streams import DONE, ClientGoneError, EventStream, event, unless_gone
+from jaxinfer.serve.written import written
 
 logger = logging.getLogger(__name__)
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 }
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+HUNG_SECONDS = 600.0  # of one step; the longest ones wait for a compiler
 GONE_STATUS = 499  # the status that proxies log for a client that went away
 
 
@@ -86,7 +89,8 @@ def make_app(
     )
     state = ServerState(llm=llm, names=names, chat_template=chat_template, allows_chat_templates=allows_chat_templates)
     batches = None if store is None else Batches(state, store, clients)
-    app.state.server, app.state.batches = state, batches
+    app.state.server, app.state.batches, app.state.heavy_work = state, batches, HeavyWork()
+    app.router.route_class = BodyRoute
     _add_error_handlers(app)
     _add_generation(app, state)
     _add_texts(app, state)
@@ -155,7 +159,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         def answer() -> dict[str, Any]:
             return answer_of(body, heading.fields(), chats.answered(completions), sampling.n, tokenizer)
 
-        return JSONResponse(await asyncio.to_thread(answer))
+        return await written(request, answer, _num_values(completions, sampling))
 
     @app.post("/v1/completions", response_model=answers.CompletionAnswer, responses=STREAMED)
     async def complete(body: CompletionBody, request: Request) -> Response:
@@ -178,8 +182,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
             output = state.generate(request, prompts, sampling, state.options(request, body))
             completions = await unless_gone(request.receive, output)
         state.require_success(completions)
-        answer = answer_of(body, heading.fields(), completions, sampling.n, llm.tokenizer)
-        return JSONResponse(answer)
+        make = partial(answer_of, body, heading.fields(), completions, sampling.n, llm.tokenizer)
+        return await written(request, make, _num_values(completions, sampling))
 
 
 def _add_texts(app: FastAPI, state: ServerState) -> None:
@@ -200,25 +204,29 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
             prompt_lens: list[int] = []
 
             async def work() -> np.ndarray:
-                inputs = [await llm.tokenize(p) if isinstance(p, str) else p for p in prompts_of(body.input)]
+                tenant = options.get("tenant", "")
+                prompts = prompts_of(body.input)
+                inputs = [await llm.tokenize(p, tenant=tenant) if isinstance(p, str) else p for p in prompts]
                 prompt_lens.extend(map(len, inputs))
                 state.count(request, sum(prompt_lens))
                 return await llm.embed(inputs, **options)
 
             with state.metrics.embedding(prompt_lens):
                 vectors = await unless_gone(request.receive, work())
-        data = [
+        data = (
             {"object": "embedding", "index": index, "embedding": _vector(row, body.encoding_format)}
             for index, row in enumerate(vectors)
-        ]
+        )
         num_tokens = sum(prompt_lens)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-        return JSONResponse({"object": "list", "model": state.answering(body.model), "data": data, "usage": usage})
+        answer = {"object": "list", "model": state.answering(body.model), "data": data, "usage": usage}
+        return await written(request, lambda: answer, vectors.size)
 
     @app.post("/tokenize", response_model=answers.Tokens)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Returns the token ids of a text or a conversation."""
         state.require_model(body.model)
+        tenant = tenant_of(request) or ""
         with state.refusals(body):
             if body.messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
@@ -226,27 +234,26 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
                 # The template shows the tools, and no structure need be compiled for calls.
                 chat |= {"messages": [body.messages], "tools": body.tools or None, "tool_choice": "none"}
                 require_messages(body.messages)
-                (tokens,) = (await state.render(chat, None)).prompts
+                (tokens,) = (await state.render(chat, None, tenant=tenant)).prompts
             else:
                 assert body.prompt is not None
-                tokens = await llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
-        answer: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": llm.max_model_len,
-            "tokens": tokens,
-        }
-        if body.return_token_strs:
-            texts = map(_tokenizer(llm).text_of, tokens)
-            answer["token_strs"] = await asyncio.to_thread(list, texts)
-        return JSONResponse(answer)
+                special = body.add_special_tokens
+                tokens = await llm.tokenize(body.prompt, add_special_tokens=special, tenant=tenant)
+
+        def answer() -> dict[str, Any]:
+            fields = {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": list(tokens)}
+            texts = {"token_strs": list(map(_tokenizer(llm).text_of, tokens))} if body.return_token_strs else {}
+            return fields | texts
+
+        return await written(request, answer, len(tokens))
 
     @app.post("/detokenize", response_model=answers.TokenText)
-    async def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
         """Returns the text of token ids."""
         state.require_model(body.model)
         with state.refusals(body):
-            decode = partial(_tokenizer(llm).decode, body.tokens, skip_special_tokens=False)
-            return JSONResponse({"prompt": await asyncio.to_thread(decode)})
+            decode = partial(_tokenizer(llm).decode, skip_special_tokens=False)
+            return await written(request, lambda: {"prompt": decode(body.tokens)}, len(body.tokens))
 
 
 def _add_state(app: FastAPI, state: ServerState) -> None:
@@ -264,9 +271,12 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=answers.Health)
     async def health() -> Response:
-        """Answers as long as the engine has not failed."""
+        """Answers as long as the engine has not failed, and its device has not hung."""
         if state.llm.failure is not None:
             state.require_open()
+        if (seconds := state.llm.engine_thread.step_seconds) > HUNG_SECONDS:
+            message = f"the engine's step has taken {seconds:.0f} seconds so far; restart the server"
+            raise RefusedError(503, message, kind="server_error", code="hung")
         return JSONResponse({"status": "healthy"})
 
     @app.head("/ready", include_in_schema=False)
@@ -277,8 +287,12 @@ def _add_state(app: FastAPI, state: ServerState) -> None:
         return JSONResponse({"status": "ready"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
+    async def metrics(request: Request) -> Response:
         """Returns the metrics in the text format of Prometheus."""
+        client = client_of(request)
+        if client is not None and not client.reads_metrics:
+            message = 'this key reads no metrics, which tell of other tenants; write "metrics": true into its line'
+            raise RefusedError(403, message, kind="permission_error", code="metrics_not_allowed")
         text, media_type = state.metrics.text()
         return Response(text, media_type=media_type)
 
@@ -320,6 +334,13 @@ async def _chunks(
     if options.include_usage:
         yield event(fields | {"choices": [], "usage": usage_of(completions)})
     yield DONE
+
+
+def _num_values(completions: Sequence[Completion], sampling: SamplingParams) -> int:
+    """Returns the number of token ids and log-probabilities that an answer has at most."""
+    num_tokens = sum(len(c.prompt_token_ids) * (sampling.prompt_log_probs is not None) for c in completions)
+    num_tokens += sum(len(c.token_ids) for c in completions)
+    return num_tokens * (1 + max(sampling.log_probs or 0, sampling.prompt_log_probs or 0))
 
 
 def _first_chat_choice(index: int) -> dict[str, Any]:

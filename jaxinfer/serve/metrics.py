@@ -20,7 +20,7 @@ from jaxinfer.serve.streams import ClientGoneError
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 NUM_ENDS = 64  # of the latest requests, whose rate tells when the queue has room
-MAX_WAIT = 60.0  # seconds: the most that a refusal tells a client to wait
+MAX_WAIT = 60.0  # seconds whose rate counts, so a refusal tells a client to wait less than that
 
 
 class ServerMetrics:
@@ -103,10 +103,10 @@ class ServerMetrics:
         self._reasons.labels(self._model, reason).inc()
 
     def seconds_to_room(self) -> float:
-        """Returns the seconds in which a request ends, by the rate of the latest ones; 1 if none has ended yet."""
-        if len(self._ends) < 2:
-            return 1.0
-        return min((time.monotonic() - self._ends[0]) / len(self._ends), MAX_WAIT)
+        """Returns the seconds in which a request ends, by the rate of the last minute; 1 if it has none."""
+        now = time.monotonic()
+        recent = [end for end in self._ends if now - end < MAX_WAIT]  # earlier ones tell of a quiet time
+        return 1.0 if len(recent) < 2 else (now - recent[0]) / len(recent)
 
     def text(self) -> tuple[bytes, str]:
         """Returns all metrics, and their media type."""

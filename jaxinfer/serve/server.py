@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 
@@ -19,11 +20,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
-from jaxinfer.serve.access import AccessControl, BodyLimit, Client, HostCheck
+from jaxinfer.serve.access import MAX_HEAD_BYTES, AccessControl, Client, HeadCheck, HostCheck, OriginCheck
 from jaxinfer.serve.app import make_app
 from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import FORM_BYTES, UPLOADS
+from jaxinfer.serve.bodies import BodyLimit
 from jaxinfer.serve.logs import RequestLog
 from jaxinfer.serve.state import ServerState
 
@@ -32,9 +34,8 @@ logger = logging.getLogger(__name__)
 REQUEST_SECONDS = 60.0  # for a client to send a request, from the connection or the request's first byte on
 REQUEST_BYTES = 2**20  # received in these seconds give the client more time; an upload may take minutes
 STALL_SECONDS = 60.0  # for a client to take what fills its socket's buffer
-MAX_HEADER_BYTES = 2**16
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep an idle connection, so that they close it first
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # the names of this machine, beside the server's own address
 CLOSING_SECONDS = 10  # for the last bytes of answers, after their requests have ended
 
 
@@ -82,14 +83,16 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         clients=config.clients,
     )
     uploads = {} if config.store is None else {UPLOADS: config.store.max_file_bytes + FORM_BYTES}
-    asgi: Any = BodyLimit(AccessControl(app, config.clients), config.max_body_bytes, uploads)
+    asgi: Any = AccessControl(BodyLimit(app, config.max_body_bytes, uploads), config.clients)
     if (hosts := _allowed_hosts(config)) is not None:
         asgi = HostCheck(asgi, hosts)
+    if not config.clients:
+        asgi = OriginCheck(asgi, config.cors_origins)
     if config.cors_origins:
         # Outermost, for a browser asks without a key whether it may call, and reads refusals too.
         origins, every = [*config.cors_origins], ["*"]
         asgi = CORSMiddleware(asgi, origins, every, every, expose_headers=["Retry-After"])
-    asgi = RequestLog(asgi)
+    asgi = RequestLog(HeadCheck(asgi))
     settings = uvicorn.Config(
         asgi,
         host=config.host,
@@ -100,7 +103,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         log_config=None,
         server_header=False,
         lifespan="off",
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSING_SECONDS,
         ssl_certfile=config.tls_certificate,
@@ -115,9 +118,16 @@ def _allowed_hosts(config: ServerConfig) -> Sequence[str] | None:
     A page in a browser on this machine could call a server without keys at a loopback address, by a name of its own
     that leads here (DNS rebinding).
     """
-    if config.host in LOOPBACK and not config.clients:
-        return [*LOOPBACK, *config.allowed_hosts]
+    if _is_loopback(config.host) and not config.clients:
+        return [*LOOPBACK, config.host, *config.allowed_hosts]
     return config.allowed_hosts or None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class Server(uvicorn.Server):
@@ -179,23 +189,29 @@ class Server(uvicorn.Server):
 
 
 class _TimedProtocol(H11Protocol):
-    """HTTP/1.1 with time limits for clients that send or take nothing."""
+    """HTTP/1.1 with time limits for clients that send or take nothing.
+
+    connection    first byte       last byte          end of the answer   taken
+    │◀ REQUEST_SECONDS ▶│◀ REQUEST_SECONDS ▶│                 │◀ STALL_SECONDS ▶│
+                                                              │◀ KEEP_ALIVE_SECONDS, then the next first byte
+    """
 
     _request_timer: asyncio.TimerHandle | None = None
     _num_received = 0  # bytes since the timer has begun
     _stall_timer: asyncio.TimerHandle | None = None
+    _num_answers = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._watch_request()
+        self._begin_request_time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._request_timer, self._stall_timer):
-            if timer is not None:
-                timer.cancel()
+        self._end_timers()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._begin_request_time()
         self._num_received += len(data)
         super().data_received(data)
 
@@ -206,27 +222,63 @@ class _TimedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         # Closing would wait until the client has taken what is there.
+        self._cancel_stall()
         self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
-            self._stall_timer = None
+        self._cancel_stall()
         super().resume_writing()
+        if self.cycle is not None and self.cycle.response_complete:
+            self._watch_rest()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._num_answers += 1
+        if self._stall_timer is None:
+            self._watch_rest()
+
+    def _watch_rest(self) -> None:
+        """Lets the timer run while the client has not taken the rest of an answer, which is too little for a pause."""
+        if num_bytes := self.transport.get_write_buffer_size():
+            self._stall_timer = self.loop.call_later(STALL_SECONDS, self._check_rest, num_bytes, self._num_answers)
+
+    def _check_rest(self, num_bytes: int, num_answers: int) -> None:
+        self._stall_timer = None
+        if num_answers == self._num_answers and self.transport.get_write_buffer_size() >= num_bytes:
+            self.transport.abort()
+        else:
+            self._watch_rest()
 
     def _watch_request(self) -> None:
         """Lets the timer run while the client owes the rest of a request."""
-        is_owed = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-        if is_owed and self._request_timer is None:
-            self._num_received = 0
-            self._request_timer = self.loop.call_later(REQUEST_SECONDS, self._end_request_time)
-        elif not is_owed and self._request_timer is not None:
+        state = self.conn.their_state
+        if state is h11.SEND_BODY or (state is h11.IDLE and self.conn.trailing_data[0]):
+            if self._request_timer is None:
+                self._begin_request_time()
+        elif self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
+
+    def _begin_request_time(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+        self._num_received = 0
+        self._request_timer = self.loop.call_later(REQUEST_SECONDS, self._end_request_time)
 
     def _end_request_time(self) -> None:
         self._request_timer = None
         if self._num_received < REQUEST_BYTES:
             self.transport.abort()
         else:
-            self._watch_request()
+            self._begin_request_time()
+
+    def _cancel_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _end_timers(self) -> None:
+        self._cancel_stall()
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None

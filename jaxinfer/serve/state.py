@@ -27,6 +27,7 @@ from jaxinfer.openai.errors import RefusedError, ended_in_error, refusal_of, req
 from jaxinfer.openai.parameters import options_of, with_effort
 from jaxinfer.serve.access import client_of
 from jaxinfer.serve.metrics import ObservedStream, ServerMetrics
+from jaxinfer.text.limited_process import BusyError
 
 
 @dataclass(kw_only=True)
@@ -117,6 +118,8 @@ class ServerState:
         except NoEmbeddingError as error:
             status = {"deadline": 408, "abort": 503}.get(error.finish_reason, 500)
             raise RefusedError(status, str(error), kind="server_error", code=error.finish_reason) from error
+        except BusyError as error:
+            raise RefusedError(503, str(error), kind="server_error", code="busy", retry_after=1.0) from error
         except RuntimeError as error:
             if self.llm.is_open:
                 raise

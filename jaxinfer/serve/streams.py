@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 # Proxies close a connection on which nothing comes for a minute or less.
 HEARTBEAT_SECONDS = 15.0
+TURN_SECONDS = 0.01  # for the events of one stream at a time
 HEARTBEAT = b": a sign of life\n\n"  # a comment, which clients leave out
 DONE = b"data: [DONE]\n\n"
 # Clients in Python often cut a stream by `str.splitlines`. JSON itself escapes the other characters that end a line.
@@ -80,8 +82,12 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         heart = asyncio.create_task(self._beat(send))
         try:
+            turn_end = time.monotonic() + TURN_SECONDS
             async for item in self._events:
                 await self._send(send, item)
+                if time.monotonic() > turn_end:  # of outputs that are there nothing waits, so no other task would run
+                    await asyncio.sleep(0)
+                    turn_end = time.monotonic() + TURN_SECONDS
         except RefusedError as error:
             await self._send(send, event(error.body()))
         except Exception:

@@ -64,6 +64,7 @@ class Tokenizer:
         # wherever the token stands.
         self._token_bytes: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
         self.ascii_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
+        self._texts: dict[int, str] = {}  # of tokens alone, as far as they were asked for
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
@@ -134,7 +135,7 @@ class Tokenizer:
         """Characters in the longest token as it is spelled, so no fewer than it stands for."""
         return max(map(len, self._backend.get_vocab()), default=1)
 
-    @property
+    @functools.cached_property
     def is_byte_level(self) -> bool:
         """True if every token is a fixed string of bytes, whatever stands beside it."""
         return isinstance(self._backend.decoder, decoders.ByteLevel)
@@ -216,7 +217,12 @@ class Tokenizer:
     def text_of(self, token_id: int) -> str:
         """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""
         require(is_int(token_id), "token_id", token_id, "an integer")
-        return self.decode([token_id], skip_special_tokens=False)
+        known = self._texts.get(token_id)
+        if known is None:
+            known = self.decode([token_id], skip_special_tokens=False)
+            if known:  # so that ids without a token do not fill the table
+                self._texts[token_id] = known
+        return known
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token as it is spelled in tokenizer.json; None for one that is not there."""

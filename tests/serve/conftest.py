@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.serve.batches.file_store import FileStore
 from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
-from tests.serve.servers import serving, until
+from tests.serve.servers import WAIT, serving, until
 
 LIMITS = {"max_prompt_log_probs": 3, "sampling_log_probs": True}
 
@@ -50,3 +50,11 @@ def stays_idle(http):
         return all(line in metrics for line in idle)
 
     until(is_idle)  # the engine drops a request one step after its client has gone
+
+
+@pytest.fixture
+def served(checkpoint):
+    """A server of its own, and its engine."""
+    llm = quick_async_engine(checkpoint, max_waiting=2)
+    with serving(llm, max_body_bytes=10_000) as (server, address), httpx.Client(base_url=address, timeout=WAIT) as http:
+        yield llm, server, http

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.serve.access import Client
 from jaxinfer.serve.server import Server, ServerConfig, make_server
@@ -20,6 +24,8 @@ from jaxinfer.serve.server import Server, ServerConfig, make_server
 NAME = "small"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 WAIT = 100.0  # seconds; only a test that fails waits for as long
+LONG = {"model": NAME, "prompt": "hello", "temperature": 0, "max_tokens": 80, "ignore_eos": True}
+SHORT = {**LONG, "max_tokens": 4}
 
 
 @contextlib.contextmanager
@@ -73,3 +79,41 @@ def until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < end
         time.sleep(0.005)
     return value
+
+
+def number_of(http: httpx.Client, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)}\{{.*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def ended_by(http: httpx.Client, reason: str) -> float:
+    """The number of requests that have ended for a reason."""
+    found = re.search(rf'request_success_total\{{finished_reason="{reason}",.*\}} (\S+)', http.get("/metrics").text)
+    return 0.0 if found is None else float(found[1])
+
+
+@contextlib.contextmanager
+def held(llm: Any) -> Iterator[threading.Event]:
+    """Holds up the engine's steps until the event is set, or the end."""
+    is_held, may_go = threading.Event(), threading.Event()
+    llm._thread.call(lambda _: (is_held.set(), may_go.wait(WAIT)))
+    assert is_held.wait(WAIT)
+    try:
+        yield may_go
+    finally:
+        may_go.set()
+
+
+def raw_request(http: httpx.Client, body: dict[str, Any], key: str = "") -> socket.socket:
+    """A connection on which a request was sent and nothing is read."""
+    connection = socket.create_connection((http.base_url.host, http.base_url.port))
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+    return connection
+
+
+def with_key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}

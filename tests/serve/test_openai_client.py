@@ -14,9 +14,8 @@ import openai
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.openai import answers
+from jaxinfer.openai import answers, reading
 from jaxinfer.openai.errors import refused_body
-from jaxinfer.serve import app
 from tests.engine.engines import quick_async_engine
 from tests.serve.servers import NAME, TEMPLATE, serving
 
@@ -478,7 +477,7 @@ def test_what_is_no_json_object_is_refused(http, content, status):
 @pytest.mark.parametrize("path", ["/v1/completions", "/detokenize"])
 def test_many_mistakes_in_a_body_are_one_error(http, path, body, monkeypatch):
     errors = []
-    monkeypatch.setattr(app, "refused_body", lambda found: errors.extend(found) or refused_body(found))
+    monkeypatch.setattr(reading, "refused_body", lambda found: errors.extend(found) or refused_body(found))
 
     assert http.post(path, json=body).status_code == 400
     assert len(errors) < 10  # a few for each form that a field may have

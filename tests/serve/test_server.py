@@ -1,4 +1,4 @@
-"""The server left to itself: clients that vanish, are slow, or have no key; full queues, signals and failures."""
+"""The server left to itself: clients that vanish or are slow, full queues, signals and failures."""
 
 from __future__ import annotations
 
@@ -6,71 +6,36 @@ import contextlib
 import json
 import logging
 import os
-import re
 import resource
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from jaxinfer.cli.main import main
-from jaxinfer.engine.fair_threads import FairThreads
+from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.serve import server as server_module
 from jaxinfer.serve import streams
-from jaxinfer.serve.access import Client, read_clients
 from tests.engine.engines import quick_async_engine
-from tests.serve.servers import NAME, WAIT, server_process, serving, until
-
-LONG = {"model": NAME, "prompt": "hello", "temperature": 0, "max_tokens": 80, "ignore_eos": True}
-SHORT = {**LONG, "max_tokens": 4}
-
-
-def number_of(http: httpx.Client, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)}\{{.*\}} (\S+)$", http.get("/metrics").text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
-
-
-def ended_by(http: httpx.Client, reason: str) -> float:
-    """The number of requests that have ended for a reason."""
-    found = re.search(rf'request_success_total\{{finished_reason="{reason}",.*\}} (\S+)', http.get("/metrics").text)
-    return 0.0 if found is None else float(found[1])
-
-
-@contextlib.contextmanager
-def held(llm: Any) -> Iterator[threading.Event]:
-    """Holds up the engine's steps until the event is set, or the end."""
-    is_held, may_go = threading.Event(), threading.Event()
-    llm._thread.call(lambda _: (is_held.set(), may_go.wait(WAIT)))
-    assert is_held.wait(WAIT)
-    try:
-        yield may_go
-    finally:
-        may_go.set()
-
-
-@pytest.fixture
-def served(checkpoint):
-    """A server of its own, and its engine."""
-    llm = quick_async_engine(checkpoint, max_waiting=2)
-    with serving(llm, max_body_bytes=10_000) as (server, address), httpx.Client(base_url=address, timeout=WAIT) as http:
-        yield llm, server, http
-
-
-def raw_request(http: httpx.Client, body: dict[str, Any], key: str = "") -> socket.socket:
-    """A connection on which a request was sent and nothing is read."""
-    connection = socket.create_connection((http.base_url.host, http.base_url.port))
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}"
-    connection.sendall(head.encode() + b"\r\n\r\n" + content)
-    return connection
-
+from tests.serve.servers import (
+    LONG,
+    NAME,
+    SHORT,
+    WAIT,
+    ended_by,
+    held,
+    number_of,
+    raw_request,
+    server_process,
+    serving,
+    until,
+)
 
 # ---- clients that go away, and slow ones
 
@@ -96,7 +61,8 @@ def test_a_silent_connection_is_closed(served, monkeypatch):
     monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.2)
     silent = socket.create_connection((http.base_url.host, http.base_url.port))
     slow = socket.create_connection((http.base_url.host, http.base_url.port))
-    slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    slow.sendall(head + b"{")
 
     for connection in (silent, slow):
         connection.settimeout(WAIT)
@@ -165,6 +131,107 @@ def test_a_stream_gives_signs_of_life_while_nothing_comes(served, monkeypatch):
         with held(llm):
             assert any(line.startswith(": ") for line in lines)
         assert "data: [DONE]" in lines
+
+
+def test_a_connection_stays_open_between_two_requests_for_longer_than_a_request_may_take(served, monkeypatch):
+    _, _, http = served
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.5)
+    with socket.create_connection((http.base_url.host, http.base_url.port)) as connection:
+        connection.settimeout(WAIT)
+        for _ in range(2):
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b" 200 " in connection.recv(1_000)
+            time.sleep(1.5)
+
+
+def test_the_time_of_a_request_begins_with_its_first_byte(served, monkeypatch):
+    _, _, http = served
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 2.0)
+    body = json.dumps(SHORT).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    with socket.create_connection((http.base_url.host, http.base_url.port)) as connection:
+        connection.settimeout(WAIT)
+        time.sleep(1.2)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:10])
+        time.sleep(1.2)
+        connection.sendall(body[10:])
+        assert b" 200 " in connection.recv(1_000)
+
+
+def test_a_request_whose_first_line_never_ends_has_its_time_too(served, monkeypatch):
+    _, _, http = served
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.3)
+    with socket.create_connection((http.base_url.host, http.base_url.port)) as connection:
+        connection.settimeout(WAIT)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b" 200 " in connection.recv(1_000)
+        connection.sendall(b"GET /hea")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+class Transport:
+    """A transport whose client takes `taken` bytes of the rest of its answer and no more."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self.taken, self.rest, self.is_aborted = taken, 1_000, False
+
+    def get_write_buffer_size(self) -> int:
+        return self.rest
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize(
+    ("taken", "is_aborted"), [([0], True), ([400, 0], True), ([400, 600], False), ([1_000], False)]
+)
+def test_a_client_that_does_not_take_the_rest_of_its_answer_is_let_go(monkeypatch, taken, is_aborted):
+    # The rest fills no buffer, so the transport reports neither a pause nor its end.
+    protocol: Any = server_module._TimedProtocol.__new__(server_module._TimedProtocol)
+    calls: list[Any] = []
+    protocol.loop = SimpleNamespace(call_later=lambda seconds, call, *given: calls.append((seconds, call, given)))
+    protocol.transport = transport = Transport(taken)
+
+    protocol._watch_rest()
+    for count in taken:
+        transport.rest -= count
+        seconds, call, given = calls.pop()
+        assert seconds == server_module.STALL_SECONDS
+        call(*given)
+
+    assert transport.is_aborted == is_aborted
+    assert not calls
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_client_with_connection_close_that_takes_nothing_is_let_go(checkpoint, monkeypatch, taken):
+    monkeypatch.setattr(server_module, "STALL_SECONDS", 0.3)
+    open_connections: list[Any] = []
+    made = server_module._TimedProtocol.connection_made
+    monkeypatch.setattr(
+        server_module._TimedProtocol,
+        "connection_made",
+        lambda self, transport: (open_connections.append(transport), made(self, small_buffered(transport))),
+    )
+    with serving(quick_async_engine(checkpoint)) as (_, address):
+        place = httpx.URL(address)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            connection.connect((place.host, place.port))
+            body = json.dumps({"tokens": [40] * 40_000}).encode()
+            head = "POST /detokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: open_connections and open_connections[0].is_closing())
+            connection.recv(taken) if taken else None
+            until(lambda: open_connections[0].get_extra_info("socket").fileno() == -1)
+
+
+def small_buffered(transport: Any) -> Any:
+    """A transport of a socket that holds little, and that never reports a pause."""
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
+    transport.set_write_buffer_limits(high=2**30)
+    return transport
 
 
 # ---- limits
@@ -257,208 +324,23 @@ def test_a_request_that_came_while_another_was_answered_has_its_time_too(served,
                 pass
 
 
-def test_a_page_of_a_named_origin_may_call_and_reads_refusals(checkpoint, tmp_path):
-    (tmp_path / "keys").write_text(json.dumps({"key": ANN}))
-    origin = "http://page.example"
-    llm = quick_async_engine(checkpoint)
-    with serving(llm, cors_origins=[origin], clients=read_clients(tmp_path / "keys")) as (_, address):
-        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-        assert httpx.options(f"{address}/v1/completions", headers=asked).status_code == 200
-        refused = httpx.post(f"{address}/v1/completions", headers={"Origin": origin}, json=SHORT)
-        assert refused.status_code == 401
-        assert refused.headers["access-control-allow-origin"] == origin
-
-
 def test_a_line_end_in_a_path_begins_no_line_of_the_log(served, caplog):
     _, _, http = served
     with caplog.at_level(logging.INFO, "jaxinfer.serve"):
         http.get("/v1/x%0aPOST /v1/completions 200")
 
+    until(lambda: caplog.records)  # the line comes after the answer
     assert [len(record.getMessage().splitlines()) for record in caplog.records] == [1]
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("evil.example", 400), ("127.0.0.1.evil.example", 400), ("localhost:9", 200), ("[::1]:9", 200), ("A.", 200)],
-)
-def test_a_server_for_this_machine_is_called_by_no_other_name(served, host, status):
+def test_health_tells_of_a_step_that_hangs(served, monkeypatch):
     _, _, http = served
-    answer = http.get("/v1/models", headers={"Host": host})
-    assert answer.status_code == status
-    assert status == 200 or answer.json()["error"]["code"] == "host_not_allowed"
+    assert http.get("/health").status_code == 200
 
+    monkeypatch.setattr(EngineThread, "step_seconds", 601.0)
 
-@pytest.mark.parametrize(("hosts", "status"), [([], 200), (["other.example"], 400), (["*"], 200)])
-def test_a_server_with_keys_is_called_by_any_name_unless_some_are_given(checkpoint, tmp_path, hosts, status):
-    (tmp_path / "keys").write_text(json.dumps({"key": ANN}))
-    llm = quick_async_engine(checkpoint)
-    with serving(llm, clients=read_clients(tmp_path / "keys"), allowed_hosts=hosts) as (_, address):
-        headers = {"Host": "proxy.example", **with_key(ANN)}
-        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
-
-
-def test_other_origins_may_not_call_unless_they_are_named(served, checkpoint):
-    _, _, http = served
-    asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
-    assert "access-control-allow-origin" not in http.options("/v1/completions", headers=asked).headers
-
-    llm = quick_async_engine(checkpoint)
-    with serving(llm, cors_origins=["http://page.example"]) as (_, address):
-        answer = httpx.options(f"{address}/v1/completions", headers=asked)
-        assert answer.headers["access-control-allow-origin"] == "http://page.example"
-        other = httpx.options(f"{address}/v1/completions", headers={**asked, "Origin": "http://evil.example"})
-        assert "access-control-allow-origin" not in other.headers
-
-
-# ---- keys
-
-ANN, BOB, SLOW = "key-of-ann-0123456789", "key-of-bob-0123456789", "key-of-slow-0123456789"
-
-
-CLIENTS: list[Client] = []  # of `guarded`
-
-
-@pytest.fixture(scope="module")
-def guarded(checkpoint, tmp_path_factory):
-    path = tmp_path_factory.mktemp("keys") / "keys.jsonl"
-    lines: list[dict[str, Any]] = [
-        {"key": ANN, "tenant": "ann"},
-        {"key": BOB, "tenant": "bob", "priority": "batch", "tokens_per_minute": 30},
-        {"key": SLOW, "tenant": "slow", "max_in_flight": 1},
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    llm = quick_async_engine(checkpoint)
-    CLIENTS[:] = read_clients(path)
-    serving_clients = serving(llm, clients=CLIENTS)
-    with serving_clients as (_, address), httpx.Client(base_url=address, timeout=WAIT) as http:
-        yield llm, http
-
-
-def with_key(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-ROUTES = [
-    *(("POST", f"/v1/{name}") for name in ("completions", "chat/completions", "embeddings")),
-    *(("GET", path) for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing")),
-    *(("POST", path) for path in ("/tokenize", "/detokenize")),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-@pytest.mark.parametrize("header", [None, "Bearer wrong", f"Basic {ANN}", ANN, "Bearer", "Bearer \xff"])
-def test_no_route_but_health_opens_without_a_key(guarded, method, path, header):
-    _, http = guarded
-    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
-
-    answer = http.request(method, path, headers=headers)
-
-    assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "invalid_api_key"
-
-
-def test_health_needs_no_key(guarded):
-    _, http = guarded
-    assert [http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
-
-
-def test_tenants_share_no_cached_prefix(guarded):
-    _, http = guarded
-    body = {**SHORT, "prompt": "a prompt of more than one page of tokens, so that it is cached"}
-
-    def num_cached(key: str, **more: Any) -> int:
-        answer = http.post("/v1/completions", json={**body, **more}, headers=with_key(key))
-        assert answer.status_code == 200
-        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    assert num_cached(ANN) == 0
-    assert num_cached(ANN) > 0
-    assert num_cached(SLOW) == 0
-    assert num_cached(ANN, cache_salt="other") == 0
-    assert num_cached(ANN, cache_salt="other") > 0
-
-
-def test_a_key_that_has_used_its_tokens_waits(guarded):
-    _, http = guarded
-    statuses = []
-    for _ in range(6):
-        answer = http.post("/v1/completions", json=SHORT, headers=with_key(BOB))
-        statuses.append(answer.status_code)
-    assert statuses == [200] * 4 + [429] * 2  # of 9 tokens each
-    assert answer.json()["error"]["code"] == "tokens_per_minute"
-    assert 1 <= int(answer.headers["Retry-After"]) <= 60
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_pays_for_the_tokens_that_came(guarded, stream):
-    llm, http = guarded
-    client = next(client for client in CLIENTS if client.tenant == "ann")
-    client.tokens_per_minute, num_before = 1e9, sum(count for _, count in client._used)
-    connection = raw_request(http, {**LONG, "stream": stream}, ANN)
-    until(lambda: llm.metrics().num_running)
-    connection.close()
-
-    until(lambda: llm.metrics().num_running == 0)
-    assert sum(count for _, count in client._used) - num_before >= 5  # at least its prompt
-
-
-def test_a_key_decides_the_tenant(guarded):
-    _, http = guarded
-    answer = http.post("/v1/completions", json={**SHORT, "user": "bob"}, headers=with_key(ANN))
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "user")
-
-
-@pytest.mark.parametrize(
-    ("path", "body"), [("completions", SHORT), ("chat/completions", {"messages": [{"role": "user", "content": "a"}]})]
-)
-def test_a_request_is_checked_in_the_turns_of_its_tenant(guarded, monkeypatch, path, body):
-    _, http = guarded
-    submit, tenants = FairThreads.submit, []
-    monkeypatch.setattr(
-        FairThreads, "submit", lambda fair, name, work: tenants.append(name) or submit(fair, name, work)
-    )
-
-    answer = http.post(f"/v1/{path}", json={"model": NAME, "max_tokens": 2, **body}, headers=with_key(ANN))
-
-    assert answer.status_code == 200
-    assert set(tenants) == {"ann"}
-
-
-def test_a_key_has_no_more_requests_in_flight_than_it_may(guarded):
-    llm, http = guarded
-    with held(llm) as may_go:
-        answers: list[httpx.Response] = []
-        first = threading.Thread(
-            target=lambda: answers.append(http.post("/v1/completions", json=SHORT, headers=with_key(SLOW)))
-        )
-        first.start()
-        until(lambda: llm._thread._commands.qsize())
-        second = http.post("/v1/completions", json=SHORT, headers=with_key(SLOW))
-        may_go.set()
-        first.join(WAIT)
-
-    assert (second.status_code, second.json()["error"]["code"]) == (429, "max_in_flight")
-    assert answers[0].status_code == 200
-    assert http.post("/v1/completions", json=SHORT, headers=with_key(SLOW)).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no key"),
-        ("{", "line 1: "),
-        ('{"key": "short"}', "at least 16 characters"),
-        ('{"key": "a long random text", "tenants": "a"}', "'tenants' is unknown"),
-        ('{"key": "a long random text", "priority": "high"}', "priority='high' is not allowed"),
-        ('{"key": "a long random text", "max_in_flight": 0}', "max_in_flight=0 is not allowed"),
-        ('{"key": "a long random text"}\n\n{"key": "a long random text"}', "line 3: the key is on an earlier line"),
-    ],
-)
-def test_a_file_of_keys_that_cannot_be_read_is_refused(tmp_path, content, message):
-    (tmp_path / "keys").write_text(content)
-
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read_clients(tmp_path / "keys")
+    answer = http.get("/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "hung")
 
 
 # ---- the end
