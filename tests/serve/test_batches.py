@@ -261,9 +261,9 @@ def test_a_tenant_sees_its_own_files_and_batches_alone(checkpoint, tmp_path):
         openai_client(address, BOB) as bob,
     ):
         clients[0].tokens_per_minute = 1e9
-        batch = ended(ann, begin(ann, [line("a"), line("b", user="b")]))
+        batch = ended(ann, begin(ann, [line("a"), line("b", user="b"), line("c", n=0)]))
 
-        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)  # the key decides the tenant
         assert sum(count for _, count in clients[0]._used) >= 6
         for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
             assert ann.files.retrieve(file_id).id == file_id

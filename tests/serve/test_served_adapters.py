@@ -109,9 +109,11 @@ def test_the_lines_of_a_job_name_adapters(checkpoint, adapted, expected, tmp_pat
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected["small"], abs=1e-6)
     assert records["of OpenAI poet"]["response"]["status_code"] == 404
     (error,) = records["of OpenAI poet"]["response"]["body"].values()
-    assert error["message"] == f"the model 'poet' does not exist; this job has {checkpoint.name}, {checkpoint}, a, b"
+    known = f"the model 'poet' does not exist; this job has {checkpoint.name}, {checkpoint}, a, b; give served_names"
+    assert error["message"].startswith(known)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    assert records["line a"]["made_by"]["adapters"].startswith("a=")
+    assert records["line a"]["made_by"]["adapter"].startswith("a=")
+    assert "adapter" not in records["line None"]["made_by"]
 
 
 def common() -> dict[str, Any]:
@@ -126,5 +128,5 @@ def test_another_adapter_of_the_same_name_does_not_go_on_with_a_job(checkpoint, 
     other.load_adapter("a", folders["b"])
     other.load_adapter("b", folders["a"])
 
-    with pytest.raises(ValueError, match="was made with adapters=a=.*, and this run has adapters=a="):
+    with pytest.raises(ValueError, match="was made with adapter=a=.*, and this run has adapter=a="):
         run_batch(other, *files, show_progress=False)

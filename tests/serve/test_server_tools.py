@@ -191,7 +191,7 @@ def test_an_answer_can_be_had_as_it_is_written(llm, client):
         ({"answer_style": "none"}, "answer_style"),
         ({"skip_special_tokens": False}, "tools need its parts"),
         ({"reasoning_effort": "low"}, "the chat template does not read it"),
-        ({"thinking_token_budget": 4}, "thinking_token_budget=4 cannot be honoured"),
+        ({"tools": [], "thinking_token_budget": 4}, "thinking_token_budget=4 cannot be honoured"),
         ({"thinking_token_budget": -1, "answer_style": "hermes"}, "thinking_token_budget"),
         ({"reasoning_effort": "none"}, "the chat template does not read it"),
     ],
