@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import json
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
-from scripts.bench.against_transformers import conditions
+from jaxinfer.device import describe_cpu
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SIZE = 2**22 - 2**10  # bytes of the largest body
@@ -225,9 +228,9 @@ def _address(process: subprocess.Popen[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(ATTACKS), default=tuple(ATTACKS), help="attacks")
-    arguments = parser.parse_args()
-    names = arguments.only
-    print(", ".join(f"{name} {value}" for name, value in conditions(arguments).items()), flush=True)
+    names = parser.parse_args().only
+    date = datetime.now(UTC).date().isoformat()
+    print(f"{shlex.join(['python', *sys.argv])}, {describe_cpu()}, jax {version('jax')}, {date}", flush=True)
     print("| attack | /health s | stream s | memory MiB |\n|---|--:|--:|--:|")
     with bundled_server() as server:
         works = {"none": lambda: time.sleep(ALONE)} | {name: lambda n=name: server.run(ATTACKS[n]) for name in names}
