@@ -75,7 +75,7 @@ ATTACKS: dict[str, Attack] = {
     "texts": Attack("/v1/completions", lambda: _filled(b'"",'), 4),
     "numbers": Attack("/v1/completions", lambda: _filled(b"1,"), 4),
     "one text": Attack("/v1/completions", lambda: _filled(b"\\n", b'"1') + _filled(b"a", b'"'), 4),
-    "keys": Attack("/v1/completions", lambda: [b"{%s}" % b",".join(b'"%d":1' % i for i in range(400_000))] * 4, 4),
+    "keys": Attack("/v1/completions", lambda: [b"{%s}" % b",".join(b'"%d":1' % i for i in range(350_000))] * 4, 4),
     "token ids": Attack(
         "/v1/embeddings", lambda: [b'{"model":"tiny","input":[' + b"17," * (2**20 - 1) + b"17]}"] * 4, 4
     ),
@@ -92,9 +92,9 @@ ATTACKS: dict[str, Attack] = {
         ],
     ),
     "embeddings": Attack("/v1/embeddings", lambda: [json.dumps({"model": "tiny", "input": ["x"] * 1_000}).encode()]),
-    "detokenization": Attack("/detokenize", lambda: [b'{"tokens":[' + b"300," * (2**20 - 1) + b"300]}"] * 4, 4),
+    "detokenization": Attack("/detokenize", lambda: [b'{"tokens":[' + b"17," * (2**20 - 1) + b"17]}"] * 4, 4),
     # Work of the engine's own threads.
-    "a text to tokenize": Attack("/tokenize", lambda: [json.dumps({"prompt": "def add(a):\n" * 15_000}).encode()] * 4),
+    "a text to tokenize": Attack("/tokenize", lambda: [json.dumps({"prompt": "x y" * 30_000}).encode()] * 4),
     "a chat of 2 MB": Attack("/v1/chat/completions", lambda: [_chat("hello world, " * 150_000)] * 2),
     "many messages": Attack(
         "/v1/chat/completions",
