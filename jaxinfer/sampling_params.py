@@ -36,6 +36,7 @@ MAX_PENALTY, MAX_BIAS = 2.0, 100.0
 MAX_STOP_CHARACTERS = 4_096
 
 
+MAX_SCHEMA_ITEMS = 2**17  # with a comma each, they fill the characters that a structure may have
 STRUCTURES = ("json_schema", "regex", "choices", "grammar")
 
 
@@ -337,12 +338,29 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
             raise TypeError(f"JSON has no {type(value).__name__}")
         return plain
 
+    if _has_too_many_items(schema):
+        raise ValueError(
+            f"json_schema has more than {MAX_SCHEMA_ITEMS:,} keys and values, too many for a structure of at most"
+            f" {2 * MAX_SCHEMA_ITEMS:,} characters; give a smaller one"
+        )
     try:
         return json.dumps(schema, default=as_json, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"json_schema={shown(schema)} is not allowed: {error}; give JSON text, or a mapping of what JSON has"
         ) from None
+
+
+def _has_too_many_items(schema: Mapping[str, Any]) -> bool:
+    """True for a schema whose text would have too many characters: writing it would hold the interpreter's lock."""
+    num_items, containers = 0, [schema]
+    while containers and num_items <= MAX_SCHEMA_ITEMS:
+        container = containers.pop()
+        num_items += len(container)
+        if num_items <= MAX_SCHEMA_ITEMS:
+            items = container.values() if isinstance(container, Mapping) else container
+            containers += [item for item in items if isinstance(item, Mapping | list | tuple)]
+    return num_items > MAX_SCHEMA_ITEMS
 
 
 def _stop_strings(values: Any) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         state.require_open()
         state.require_model(body.model)
         with state.refusals(body):
-            work = work_of(body, llm.default_sampling_params, llm.max_model_len)
+            work = await asyncio.to_thread(work_of, body, llm.default_sampling_params, llm.max_model_len)
             prompts, sampling = work.prompts, work.sampling
             if body.stream and body.echo:
                 raise ValueError("echo=true cannot be streamed; give stream=false, or the prompt yourself")

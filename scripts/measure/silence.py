@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import json
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
-from scripts.bench.against_transformers import conditions
+from jaxinfer.device import describe_cpu
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SIZE = 2**22 - 2**10  # bytes of the largest body
@@ -72,7 +75,7 @@ ATTACKS: dict[str, Attack] = {
     "texts": Attack("/v1/completions", lambda: _filled(b'"",'), 4),
     "numbers": Attack("/v1/completions", lambda: _filled(b"1,"), 4),
     "one text": Attack("/v1/completions", lambda: _filled(b"\\n", b'"1') + _filled(b"a", b'"'), 4),
-    "keys": Attack("/v1/completions", lambda: [b"{%s}" % b",".join(b'"%d":1' % i for i in range(400_000))] * 4, 4),
+    "keys": Attack("/v1/completions", lambda: [b"{%s}" % b",".join(b'"%d":1' % i for i in range(350_000))] * 4, 4),
     "token ids": Attack(
         "/v1/embeddings", lambda: [b'{"model":"tiny","input":[' + b"17," * (2**20 - 1) + b"17]}"] * 4, 4
     ),
@@ -89,9 +92,9 @@ ATTACKS: dict[str, Attack] = {
         ],
     ),
     "embeddings": Attack("/v1/embeddings", lambda: [json.dumps({"model": "tiny", "input": ["x"] * 1_000}).encode()]),
-    "detokenization": Attack("/detokenize", lambda: [b'{"tokens":[' + b"300," * (2**20 - 1) + b"300]}"] * 4, 4),
+    "detokenization": Attack("/detokenize", lambda: [b'{"tokens":[' + b"17," * (2**20 - 1) + b"17]}"] * 4, 4),
     # Work of the engine's own threads.
-    "a text to tokenize": Attack("/tokenize", lambda: [json.dumps({"prompt": "def add(a):\n" * 15_000}).encode()] * 4),
+    "a text to tokenize": Attack("/tokenize", lambda: [json.dumps({"prompt": "x y" * 30_000}).encode()] * 4),
     "a chat of 2 MB": Attack("/v1/chat/completions", lambda: [_chat("hello world, " * 150_000)] * 2),
     "many messages": Attack(
         "/v1/chat/completions",
@@ -225,9 +228,9 @@ def _address(process: subprocess.Popen[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(ATTACKS), default=tuple(ATTACKS), help="attacks")
-    arguments = parser.parse_args()
-    names = arguments.only
-    print(", ".join(f"{name} {value}" for name, value in conditions(arguments).items()), flush=True)
+    names = parser.parse_args().only
+    date = datetime.now(UTC).date().isoformat()
+    print(f"{shlex.join(['python', *sys.argv])}, {describe_cpu()}, jax {version('jax')}, {date}", flush=True)
     print("| attack | /health s | stream s | memory MiB |\n|---|--:|--:|--:|")
     with bundled_server() as server:
         works = {"none": lambda: time.sleep(ALONE)} | {name: lambda n=name: server.run(ATTACKS[n]) for name in names}

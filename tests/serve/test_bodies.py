@@ -17,17 +17,15 @@ from jaxinfer.serve.access import read_clients
 from tests.engine.engines import quick_async_engine
 from tests.serve.servers import NAME, SHORT, WAIT, serving, until, with_key
 
-ANN, BOB = "key-of-ann-0123456789", "key-of-bob-0123456789"
+ANN, BOB, CAT = (f"key-of-{name}-0123456789" for name in ("ann", "bob", "cat"))
 MAX_BYTES = 100_000
 LARGE = {**SHORT, "regex": "a" * 30_000}  # more than one that is read at once
 JSON = {"Content-Type": "application/json"}
 
-EVE = "key-of-eve-0123456789"
-
 
 @contextlib.contextmanager
 def guarded(checkpoint: Any, folder: Any) -> Iterator[str]:
-    keys = [{"key": ANN, "tenant": "ann"}, {"key": BOB, "tenant": "bob"}, {"key": EVE, "tenant": "eve"}]
+    keys = [{"key": key} for key in (ANN, BOB, CAT)]
     (folder / "keys").write_text("\n".join(map(json.dumps, keys)))
     clients = read_clients(folder / "keys")
     with serving(quick_async_engine(checkpoint), clients=clients, max_body_bytes=MAX_BYTES) as (_, address):
@@ -92,6 +90,13 @@ def begun(address: str, key: str, num_bytes: int) -> socket.socket:
 
 def test_all_bodies_together_have_a_bound_and_a_tenant_has_half_of_it(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(bodies, "HELD_BODIES", 4)
+    held, hold = [0], bodies.BodyLimit._hold
+
+    def counted(limit: Any, tenant: str, count: int, **more: Any) -> None:
+        hold(limit, tenant, count, **more)
+        held[0] += count
+
+    monkeypatch.setattr(bodies.BodyLimit, "_hold", counted)
     with guarded(checkpoint, tmp_path) as address, contextlib.ExitStack() as stack:
 
         def status(key: str) -> tuple[int, str | None]:
@@ -100,16 +105,21 @@ def test_all_bodies_together_have_a_bound_and_a_tenant_has_half_of_it(checkpoint
             answer = httpx.post(f"{address}/v1/completions", content=content, headers=headers, timeout=WAIT)
             return answer.status_code, answer.headers.get("Retry-After")
 
-        for _ in range(2):
-            stack.enter_context(begun(address, ANN, MAX_BYTES - 1))
-        until(lambda: status(ANN) == (429, "1"))
-        assert status(BOB) == status(EVE) == (200, None)
-        for _ in range(2):
-            stack.enter_context(begun(address, BOB, MAX_BYTES - 20_000))
-        until(lambda: status(EVE) == (503, "1"))
+        def begin_two(key: str) -> None:
+            held[0] = 0
+            for _ in range(2):
+                stack.enter_context(begun(address, key, MAX_BYTES - 1))
+            until(lambda: held[0] == 2 * (MAX_BYTES - 1))
+
+        begin_two(ANN)
+        assert status(ANN) == (429, "1")
+        assert status(BOB) == (200, None)
+        begin_two(BOB)
+        assert status(CAT) == (503, "1")
         stack.close()  # the clients go away
 
-        until(lambda: status(ANN) == status(BOB) == (200, None))
+        for key in (ANN, BOB, CAT):
+            until(lambda key=key: status(key) == (200, None))
 
 
 @pytest.mark.parametrize(
