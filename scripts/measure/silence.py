@@ -4,7 +4,7 @@
 
 Each attack runs beside a loop of GET /health and a running stream of another client. A line for each: the longest time
 without an answer of /health, the longest time between two events of the stream, and the growth of the process's memory
-after the attack. The first line is that of no attack.
+after the attack. The first line is that of one long prompt, whose steps a stream waits for anyway.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from jaxinfer.device import describe_cpu
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SIZE = 2**22 - 2**10  # bytes of the largest body
-ALONE = 3.0  # seconds of the line without an attack
+ALONE = 1.0  # seconds of the line without an attack, before and after a prompt
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def _schema(number: int) -> dict[str, Any]:
     return {"type": "array", "minItems": 40, "maxItems": 60, "items": items}
 
 
+# The longest steps of the engine, for which a stream waits anyway.
+ONE_PROMPT = Attack(
+    "/v1/completions", lambda: [_completion(prompt=[7] * 1_900, max_tokens=1, echo=True, logprobs=1)] * 2
+)
 LARGE = {"n": 128, "max_tokens": 60, "temperature": 1.5}
 ATTACKS: dict[str, Attack] = {
     # Bodies.
@@ -154,6 +159,16 @@ class Server:
                 thread.join()
         return Silence(max(health), max(stream), (self._process.memory_info().rss - before) / 2**20)
 
+    def silence_alone(self) -> Silence:
+        """Returns the silences beside a prompt of the engine's longest steps."""
+
+        def work() -> None:
+            time.sleep(ALONE)
+            self.run(ONE_PROMPT)
+            time.sleep(ALONE)
+
+        return self.silence_during(work)
+
     def _probe(self, is_over: threading.Event, waits: list[float]) -> None:
         while not is_over.is_set():
             began = time.perf_counter()
@@ -233,9 +248,10 @@ def main() -> None:
     print(f"{shlex.join(['python', *sys.argv])}, {describe_cpu()}, jax {version('jax')}, {date}", flush=True)
     print("| attack | /health s | stream s | memory MiB |\n|---|--:|--:|--:|")
     with bundled_server() as server:
-        works = {"none": lambda: time.sleep(ALONE)} | {name: lambda n=name: server.run(ATTACKS[n]) for name in names}
-        for name, work in works.items():
-            found = server.silence_during(work)
+        works = [("one prompt", server.silence_alone)]
+        works += [(name, partial(server.silence_during, partial(server.run, ATTACKS[name]))) for name in names]
+        for name, measured in works:
+            found = measured()
             print(f"| {name} | {found.health:.2f} | {found.stream:.2f} | {found.growth:+.0f} |", flush=True)
 
 
