@@ -340,8 +340,8 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
 
     if _has_too_many_items(schema):
         raise ValueError(
-            f"json_schema has more than {MAX_SCHEMA_ITEMS:,} keys and values, too many for a structure of at most"
-            f" {2 * MAX_SCHEMA_ITEMS:,} characters; give a smaller one"
+            f"json_schema={type(schema).__name__} is not allowed: it has more than {MAX_SCHEMA_ITEMS:,} keys and"
+            f" values, too many for a structure of at most {2 * MAX_SCHEMA_ITEMS:,} characters; give a smaller one"
         )
     try:
         return json.dumps(schema, default=as_json, allow_nan=False, ensure_ascii=False)

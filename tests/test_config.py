@@ -301,6 +301,20 @@ def test_a_schema_keeps_the_order_of_its_properties():
     assert SamplingParams(json_schema=schema).structure == ("json_schema", '{"properties": {"b": {}, "a": {}}}')
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1] * 2_000_000},
+        {"enum": [[] for _ in range(200_000)]},
+        {"properties": {str(i): {} for i in range(200_000)}},
+        {"enum": ({"a": i} for i in range(2))} | {"const": [[[0] * 1_000] * 1_000]},
+    ],
+)
+def test_a_schema_of_more_values_than_a_structure_may_have_characters_for_is_refused(schema):
+    with pytest.raises(ValueError, match="json_schema=dict is not allowed: it has more than 131,072 keys and values"):
+        SamplingParams(json_schema=schema)
+
+
 def test_a_schema_may_have_the_numbers_of_numpy_and_any_mapping():
     given = MappingProxyType({"const": MappingProxyType({"é": np.int64(2)}), "enum": np.array([1, 2]), "x": np.True_})
 

@@ -55,7 +55,7 @@ def _chat(content: str, **fields: Any) -> bytes:
     return json.dumps({"model": "tiny", "messages": messages, "ignore_eos": True, **fields}).encode()
 
 
-def _filled(item: bytes, last: bytes = b"1") -> Sequence[bytes]:
+def _filled(item: bytes, last: bytes = b"1") -> list[bytes]:
     """Bodies of the largest size, whose schema is a list of one item again and again."""
     head = b'{"model":"tiny","prompt":"x","json_schema":{"enum":['
     return [head + item * ((SIZE - 99) // len(item)) + last + b"]}}"] * 4
