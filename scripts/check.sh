@@ -13,7 +13,7 @@ checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 status=0
 # With the slow tests. Compiling takes most of the time, and the tests of a file share what is compiled.
-pytest -n 2 --dist loadfile -m "not aot and not exhaustive" "$@" || status=$?
+pytest -n 2 --dist loadfile -m "not aot and not exhaustive and not quiet" "$@" || status=$?
 wait "$checker" || { status=$?; echo "pyright fails:"; }
 cat "$types"
 exit "$status"

@@ -6,6 +6,8 @@ import pytest
 
 from scripts.measure.silence import ATTACKS, Silence, bundled_server
 
+pytestmark = pytest.mark.quiet  # other work on the machine would be measured too
+
 MAX_SILENCE = 0.3  # seconds, on a machine that has nothing else to do
 MAX_GROWTH = 400.0  # MiB: what a few large bodies, answers and their pieces take while they are there
 
