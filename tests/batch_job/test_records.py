@@ -90,6 +90,7 @@ PARAMETERS = {
     "stop": ["x"],
     "stop_token_ids": [6],
     "ignore_eos": True,
+    "thinking_token_budget": 4,
     "skip_special_tokens": False,
 }
 
