@@ -118,7 +118,5 @@ def test_a_demand_that_cannot_be_met_is_refused_before_anything_runs(llm):
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
             chat(llm, "hermes", SamplingParams(max_tokens=3), **options)
-    with pytest.raises(ValueError, match="tools and json_schema are both given"):
-        chat(llm, "hermes", SamplingParams(json_schema={"type": "object"}))
     with pytest.raises(ValueError, match="is not a SamplingParams"):
         chat(llm, "hermes", [3])
