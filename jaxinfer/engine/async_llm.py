@@ -253,7 +253,8 @@ class AsyncLLM:
         `tenant`: the conversations of tenants are rendered in turns.
         """
         work = partial(render_chats, self.answers, self.default_sampling_params, messages, sampling_params, **rendering)
-        return await self._on_thread(self._admitting if rendering.get("tools") is None else self._compiling, tenant, work)
+        threads = self._admitting if rendering.get("tools") is None else self._compiling
+        return await self._on_thread(threads, tenant, work)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True, tenant: str = "") -> list[int]:
         """Returns the token ids of a text, by default with those that the tokenizer adds to a prompt."""
