@@ -230,7 +230,7 @@ def with_keys(folder: Path, family: str = "llama", **keys: Any) -> Path:
             add_value = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
             add_value(name, value)
 
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    sizes: Any = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
     return save_gguf(folder, family, "F16", add=add, **sizes)[0]
 
 
