@@ -134,6 +134,7 @@ def test_no_library_is_imported_for_its_values():
 # A value for each field of a configuration; a test below says that none is left out.
 SAMPLING = {
     **{"n": 2, "best_of": 3, "max_tokens": 3, "min_tokens": 2, "top_k": 2, "no_repeat_ngram_size": 2, "seed": 2**63},
+    **{"sample_index": 3, "thinking_token_budget": 4},
     **{"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "typical_p": 0.5, "repetition_penalty": 1.5},
     **{"presence_penalty": -0.5, "frequency_penalty": 0.25, "log_probs": 4, "prompt_log_probs": 3},
     **{"ignore_eos": True, "skip_special_tokens": False, "regex": "[0-9]+", "grammar": 'start: "a"'},
