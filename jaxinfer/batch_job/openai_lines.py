@@ -35,6 +35,7 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
 
         from jaxinfer.openai.bodies import ChatBody, CompletionBody
         from jaxinfer.openai.errors import refused_body
+        from jaxinfer.openai.parameters import options_of
         from jaxinfer.openai.work import work_of
     except ModuleNotFoundError as error:
         raise ValueError(f"OpenAI's batch format needs {error.name}; run pip install 'jaxinfer[serve]'") from None
@@ -57,7 +58,7 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
         "prompt": tuple(prompt) if isinstance(prompt, list) else prompt,
         "chat": work.chat,
         "sampling_params": work.sampling,
-        "options": work.options,
+        "options": options_of(body),
         "body": body,
     }
 

@@ -373,9 +373,6 @@ class Engine:
     def fork(self, request_id: int, sink: Sink, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
         self.check()
-        request = self._scheduler.find(request_id) if isinstance(request_id, int) else None  # `Branches` refuses others
-        if request is not None:
-            self._scheduler.check_room([request])
         branch = self._branches.fork(request_id, next(self._ids), seed)
         return self.submit(self._group(self._admission, [branch]), sink)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.frontend.admission import Prompt, RequestOptions
+from jaxinfer.engine.frontend.admission import Prompt
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.openai.answers import as_asked, chat_choice, completion_choice, usage_of
 from jaxinfer.openai.bodies import ChatBody, CompletionBody
 from jaxinfer.openai.messages import require_messages
-from jaxinfer.openai.parameters import of_chat, of_completion, options_of, rendering_of
+from jaxinfer.openai.parameters import of_chat, of_completion, rendering_of
 from jaxinfer.text.tokenizer import Tokenizer
 
 
@@ -23,7 +23,6 @@ class Work:
     prompts: Sequence[Prompt] = ()
     chat: Mapping[str, Any] | None = None
     sampling: SamplingParams
-    options: RequestOptions
 
 
 def work_of(body: ChatBody | CompletionBody, defaults: SamplingParams, max_model_len: int) -> Work:
@@ -35,9 +34,9 @@ def work_of(body: ChatBody | CompletionBody, defaults: SamplingParams, max_model
         sampling = of_chat(body, defaults, max_model_len)
         require_messages(body.messages)
         chat = {**rendering_of(body), "messages": [body.messages]}
-        return Work(chat=chat, sampling=sampling, options=options_of(body))
+        return Work(chat=chat, sampling=sampling)
     sampling = of_completion(body, defaults, max_model_len)
-    return Work(prompts=prompts_of(body.prompt), sampling=sampling, options=options_of(body))
+    return Work(prompts=prompts_of(body.prompt), sampling=sampling)
 
 
 def prompts_of(given: Any) -> list[Any]:

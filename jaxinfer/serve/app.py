@@ -46,7 +46,7 @@ from jaxinfer.serve.access import Client, client_of, tenant_of
 from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import add_batches
-from jaxinfer.serve.bodies import BodyRoute, HeavyWork
+from jaxinfer.serve.bodies import BodyRoute, heavy_threads
 from jaxinfer.serve.metrics import ObservedStream
 from jaxinfer.serve.refusals import refusal_response
 from jaxinfer.serve.state import ServerState
@@ -89,7 +89,7 @@ def make_app(
     )
     state = ServerState(llm=llm, names=names, chat_template=chat_template, allows_chat_templates=allows_chat_templates)
     batches = None if store is None else Batches(state, store, clients)
-    app.state.server, app.state.batches, app.state.heavy_work = state, batches, HeavyWork()
+    app.state.server, app.state.batches, app.state.heavy_threads = state, batches, heavy_threads()
     app.router.route_class = BodyRoute
     _add_error_handlers(app)
     _add_generation(app, state)
@@ -136,14 +136,14 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         with state.refusals(body):
             work = await asyncio.to_thread(work_of, body, llm.default_sampling_params, llm.max_model_len)
             assert work.chat is not None
-            tenant = state.options(request, body).get("tenant", "")
-            chats = await state.render(work.chat, work.sampling, tenant=tenant)
+            options = state.options(request, body)
+            chats = await state.render(work.chat, work.sampling, tenant=options.get("tenant", ""))
         assert llm.tokenizer is not None  # which has rendered the conversation
         (prompt,), (sampling,) = chats.prompts, chats.params
         tokenizer, heading = llm.tokenizer, state.heading("chatcmpl", "chat.completion", body.model)
         if body.stream:
             with state.refusals(body):
-                stream = await state.open(request, [prompt], sampling, state.options(request, body))
+                stream = await state.open(request, [prompt], sampling, options)
             heading = replace(heading, object="chat.completion.chunk")
             first = [_first_chat_choice(index) for index in range(sampling.n)]
             extra = {"prompt_token_ids": prompt} if body.return_token_ids else {}
@@ -152,7 +152,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
             events = _chunks(state, request, body, sampling, heading, stream, [chunks.choice], before)
             return EventStream(events, stream.close)
         with state.refusals(body):
-            output = state.generate(request, [prompt], sampling, state.options(request, body))
+            output = state.generate(request, [prompt], sampling, options)
             completions = await unless_gone(request.receive, output)
         state.require_success(completions)
 
@@ -198,14 +198,14 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
         with state.refusals(body):
             if body.dimensions not in (None, size):
                 raise ValueError(f"dimensions={body.dimensions} cannot be honoured; this model's vectors have {size}")
-            state.require_room(len(prompts_of(body.input)), ONE_TOKEN)
+            prompts = prompts_of(body.input)
+            state.require_room(len(prompts), ONE_TOKEN)
             options = {"pooling": body.pooling, "normalize": body.normalize, **state.options(request, body)}
 
             prompt_lens: list[int] = []
 
             async def work() -> np.ndarray:
                 tenant = options.get("tenant", "")
-                prompts = prompts_of(body.input)
                 inputs = [await llm.tokenize(p, tenant=tenant) if isinstance(p, str) else p for p in prompts]
                 prompt_lens.extend(map(len, inputs))
                 state.count(request, sum(prompt_lens))

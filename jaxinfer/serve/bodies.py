@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
@@ -16,12 +16,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxinfer.engine.fair_threads import FairThreads
 from jaxinfer.openai.bodies import Body
 from jaxinfer.openai.errors import RefusedError
 from jaxinfer.openai.reading import read_body, require_json
 from jaxinfer.serve.access import client_of, tenant_of
 from jaxinfer.serve.refusals import refusal_response
 from jaxinfer.serve.streams import ClientGoneError
+from jaxinfer.validation import MAX_INT
 
 SMALL_BYTES = 2**14  # of a body that is read at once, in some milliseconds at most
 HELD_BODIES = 16  # of the largest size, may be in memory at a time
@@ -29,21 +31,18 @@ HEAVY_AT_ONCE = 2
 T = TypeVar("T")
 
 
-class HeavyWork:
-    """Runs work of many milliseconds beside the event loop: two pieces at a time, and one of each tenant."""
+def heavy_threads() -> FairThreads:
+    """Returns the threads for work of many milliseconds beside the event loop: two pieces, and one of each tenant."""
+    return FairThreads(HEAVY_AT_ONCE, "heavy-work", max_at_once=1, max_waiting=MAX_INT)
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(HEAVY_AT_ONCE, "heavy-work")
-        self._turns = defaultdict[str | None, asyncio.Lock](asyncio.Lock)  # by tenant
 
-    async def run(self, request: Request, work: Callable[..., T], *arguments: Any) -> T:
-        """Returns the result of `work(*arguments)` once it is the turn of the request's tenant."""
-        async with self._turns[tenant_of(request)]:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+async def done_in_turn(request: Request, work: Callable[[], T]) -> T:
+    """Returns the result of heavy work once it is the turn of the request's tenant."""
+    return await asyncio.wrap_future(request.app.state.heavy_threads.submit(tenant_of(request) or "", work))
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read by `read_body`; the application's state has `heavy_work` for large ones."""
+    """A route whose body is read by `read_body`; the application's state has `heavy_threads` for large ones."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint, parameters = self.endpoint, inspect.signature(self.endpoint, eval_str=True).parameters
@@ -72,7 +71,7 @@ async def _read(request: Request, model: type[Body]) -> Body:
     if len(content) <= SMALL_BYTES:
         return read_body(content, model)
     try:
-        return await request.app.state.heavy_work.run(request, read_body, content, model)
+        return await done_in_turn(request, partial(read_body, content, model))
     finally:
         request.scope["state"].get("let_body_go", lambda: None)()
 

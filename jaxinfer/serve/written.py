@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -11,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxinfer.openai.writing import json_pieces
+from jaxinfer.serve.bodies import done_in_turn
 
 PIECE_CHARACTERS = 2**18  # sent at a time, so that a slow client's answer is in memory once
 LIGHT = 2**12  # numbers, such as token ids and log-probabilities, of an answer that takes some milliseconds
@@ -23,7 +25,7 @@ async def written(request: Request, make: Callable[[], dict[str, Any]], num_valu
     """
     if num_values <= LIGHT:
         return WrittenResponse(await asyncio.to_thread(_pieces, make))
-    return WrittenResponse(await request.app.state.heavy_work.run(request, _pieces, make))
+    return WrittenResponse(await done_in_turn(request, partial(_pieces, make)))
 
 
 def _pieces(make: Callable[[], dict[str, Any]]) -> list[bytes]:

@@ -152,11 +152,12 @@ class ChatTemplates:
         """Raises ValueError for a variable that a template has already, or does not read."""
         if taken := sorted(variables.keys() & OWN):
             raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
-        # A model that never thinks need not be told so.
-        is_plain = not any(word in template.lower() for word in ("think", "reasoning"))
         for name, value in variables.items():
-            is_moot = value is None or (is_plain and name in SWITCHES and value is False)
-            if name not in facts.variables and not is_moot:
+            if name in facts.variables or value is None:
+                continue
+            # A model that never thinks need not be told so.
+            is_off = name in SWITCHES and value is False
+            if not is_off or any(word in template.lower() for word in ("think", "reasoning")):
                 read = sorted(facts.inputs - OWN - self._special_tokens.keys())
                 raise ValueError(
                     f"chat_template_kwargs has {shown(name)}, which the chat template does not read; leave it out, or"

@@ -285,6 +285,8 @@ class GrammarCompiler:
         if isinstance(sampling, AnswerParams):
             shape = sampling.shape
             wanted |= {("grammar", text) for text in (shape.before, shape.content, shape.calls) if text}
+        if not wanted:
+            return False
         with self._known_lock:
             done = {key[:2] for key, future in self._known.items() if future.done()}
         return not wanted <= done

@@ -71,8 +71,8 @@ class LimitedProcess:
         """Returns the answer to a question.
 
         Raises LimitError if it takes more seconds of processor time, or 2 GiB of memory, and EndedError if the process
-        ends for another cause. Raises BusyError if `BUSY_FACTOR` times these seconds pass from the
-        question's turn, or if the process is not ready in time, and RuntimeError if it cannot start.
+        ends for another cause. Raises BusyError if `BUSY_FACTOR` times these seconds pass from the question's turn, or
+        if the process is not ready in time, and RuntimeError if it cannot start.
         """
         line = json.dumps([max_seconds, question]) + "\n"
         with self._turn:

@@ -408,16 +408,20 @@ def test_groups_of_odd_size_are_refused():
         require_even("q_proj", 5, 4)
 
 
-def test_names_of_autofp8_are_read(sources, tmp_path):
-    packed = WRITERS["fp8"](sources["llama"], tmp_path / "both", block=None)
-    rewrite(packed.path, lambda tensors: {n.replace("weight_scale_inv", "weight_scale"): t for n, t in tensors.items()})
-
+def require_weights_of(packed: Any) -> None:
+    """Asserts that each packed weight is read with the floats that it was packed from."""
     _, stored = Checkpoint(packed.path).plan(read_config(packed.path))
-
     for name, weight in packed.weights.items():
         tensor = stored[name]
         assert isinstance(tensor, StoredQuantized)
         np.testing.assert_array_equal(tensor.floats(), weight)
+
+
+def test_names_of_autofp8_are_read(sources, tmp_path):
+    packed = WRITERS["fp8"](sources["llama"], tmp_path / "both", block=None)
+    rewrite(packed.path, lambda tensors: {n.replace("weight_scale_inv", "weight_scale"): t for n, t in tensors.items()})
+
+    require_weights_of(packed)
 
 
 def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
@@ -428,12 +432,7 @@ def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
     settings["config_groups"] = {"others": other, "own": own | {"targets": ["re:.*layers.*"]}}
     edit_json(packed.path, quantization_config=settings)
 
-    _, stored = Checkpoint(packed.path).plan(read_config(packed.path))
-
-    for name, weight in packed.weights.items():
-        tensor = stored[name]
-        assert isinstance(tensor, StoredQuantized)
-        np.testing.assert_array_equal(tensor.floats(), weight)
+    require_weights_of(packed)
 
 
 @pytest.mark.parametrize(
@@ -454,12 +453,7 @@ def test_settings_of_early_files_stand_beside_config_json(sources, tmp_path, wri
     edit_json(packed.path, quantization_config=...)
     (packed.path / file).write_text(json.dumps(settings))
 
-    _, stored = Checkpoint(packed.path).plan(read_config(packed.path))
-
-    for name, weight in packed.weights.items():
-        tensor = stored[name]
-        assert isinstance(tensor, StoredQuantized)
-        np.testing.assert_array_equal(tensor.floats(), weight)
+    require_weights_of(packed)
 
 
 def test_such_a_file_beside_weights_in_floating_point_says_nothing(sources, tmp_path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
 from tests.unoptimised import unoptimised_steps
 
+WAIT = 300.0  # seconds; only a test that fails waits for as long
 # Few buckets, so that an engine is compiled in seconds: decode 1 and 4, prefill 32.
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -322,3 +324,12 @@ def run_with_arrivals(
 def random_prompts(count: int, *, max_len: int, seed: int = 0, vocab_size: int = 96) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(1, vocab_size, rng.integers(1, max_len + 1)).tolist() for _ in range(count)]
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    """Returns the result of an asynchronous function, on an event loop of its own."""
+
+    async def within_limit() -> Any:
+        return await asyncio.wait_for(work(), WAIT)
+
+    return asyncio.run(within_limit())

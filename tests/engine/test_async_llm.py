@@ -17,11 +17,10 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
 from jaxinfer.engine.request.request import QueueFullError
-from tests.engine.engines import GREEDY, generate, quick_async_engine, random_prompts, token_ids_of
+from tests.engine.engines import GREEDY, WAIT, generate, quick_async_engine, random_prompts, run, token_ids_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
 ENDLESS = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-WAIT = 300.0  # seconds; only a test that fails waits for as long
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -30,13 +29,6 @@ def async_llm(checkpoint) -> Iterator[AsyncLLM]:
     llm = quick_async_engine(checkpoint, max_prompt_log_probs=3)
     yield llm
     run(llm.close)
-
-
-def run(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def within_limit() -> Any:
-        return await asyncio.wait_for(work(), WAIT)
-
-    return asyncio.run(within_limit())
 
 
 async def until_idle(llm: AsyncLLM) -> None:

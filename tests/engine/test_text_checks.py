@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,10 @@ from jaxinfer.engine.async_llm import AsyncLLM, Stream
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.text.grammar import Grammar
-from tests.engine.engines import GREEDY, quick_async_engine, random_prompts
+from tests.engine.engines import GREEDY, WAIT, quick_async_engine, random_prompts, run
 
 PROMPTS = random_prompts(3, max_len=40, seed=3)
 CHECKED = SamplingParams(temperature=0, max_tokens=20, json_schema={"enum": ["ab"]})
-WAIT = 300.0  # seconds; only a test that fails waits for as long
 
 
 class Checks:
@@ -54,13 +53,6 @@ def async_llm(checkpoint) -> Iterator[AsyncLLM]:
     llm = quick_async_engine(checkpoint)
     yield llm
     run(llm.close)
-
-
-def run(work: Callable[[], Awaitable[Any]]) -> Any:
-    async def within_limit() -> Any:
-        return await asyncio.wait_for(work(), WAIT)
-
-    return asyncio.run(within_limit())
 
 
 @pytest.mark.parametrize(("fault", "reason"), [(None, "stop"), ("at $: wrong", "error")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxinfer.openai import reading
 from jaxinfer.openai.bodies import Body, ChatBody, CompletionBody, DetokenizeBody
 from jaxinfer.openai.errors import RefusedError
 from jaxinfer.openai.reading import MAX_FEW, MAX_VALUES, read_body, require_json
+from tests.pauses import longest_pause
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -143,7 +143,7 @@ HEAVY: dict[str, tuple[type[Body], bytes, str | None]] = {
 @pytest.mark.parametrize("name", HEAVY)
 def test_no_other_thread_waits_long_while_a_heavy_body_is_read(name):
     model, content, message = HEAVY[name]
-    alone = longest_wait(lambda: time.sleep(0.5))
+    alone = longest_pause(lambda: time.sleep(0.5))
 
     def read() -> None:
         if message is None:
@@ -152,29 +152,7 @@ def test_no_other_thread_waits_long_while_a_heavy_body_is_read(name):
             assert message in refusal(content, model)
 
     # One call for all that a text of this size may hold would take 0.1 to 1.2 s. Other processes may hold a try up.
-    assert any(longest_wait(read) <= max(0.1, 3 * alone) for _ in range(8))
-
-
-def longest_wait(work: Any) -> float:
-    """Returns the seconds for which a thread that sleeps a millisecond at a time was held up at most."""
-    waits, is_over = [0.0], threading.Event()
-
-    def tick() -> None:
-        last = time.perf_counter()
-        while not is_over.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            waits.append(now - last)
-            last = now
-
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    try:
-        work()
-    finally:
-        is_over.set()
-        ticking.join()
-    return max(waits)
+    assert any(longest_pause(read) <= max(0.1, 3 * alone) for _ in range(8))
 
 
 def test_a_body_of_as_many_values_as_are_allowed_is_read():

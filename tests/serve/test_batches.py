@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -252,9 +253,14 @@ def test_a_full_queue_holds_a_batch_up_and_loses_no_line(checkpoint, tmp_path, m
 ANN, BOB = "key-of-ann-0123456789", "key-of-bob-0123456789"
 
 
+def two_tenants(folder: Path) -> list[Client]:
+    """Writes a file with the keys of two tenants, and returns their clients."""
+    (folder / "keys").write_text("\n".join(json.dumps({"key": k, "tenant": t}) for k, t in ((ANN, "a"), (BOB, "b"))))
+    return read_clients(folder / "keys")
+
+
 def test_a_tenant_sees_its_own_files_and_batches_alone(checkpoint, tmp_path):
-    (tmp_path / "keys").write_text("\n".join(json.dumps({"key": k, "tenant": t}) for k, t in ((ANN, "a"), (BOB, "b"))))
-    clients = read_clients(tmp_path / "keys")
+    clients = two_tenants(tmp_path)
     with (
         with_files(checkpoint, tmp_path, clients=clients) as (_, address),
         openai_client(address, ANN) as ann,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 
 import httpx
 import openai
 import pytest
 
-from jaxinfer.serve.access import read_clients
 from jaxinfer.serve.batches import routes
 from tests.serve.servers import WAIT, until
-from tests.serve.test_batches import ANN, BOB, openai_client, with_files
+from tests.serve.test_batches import ANN, BOB, openai_client, two_tenants, with_files
 
 
 @pytest.mark.parametrize(
@@ -60,8 +58,7 @@ def stalled(address: str, key: str) -> socket.socket:
 
 
 def test_uploads_of_one_tenant_take_no_place_of_another(checkpoint, tmp_path):
-    (tmp_path / "keys").write_text("\n".join(json.dumps({"key": k, "tenant": t}) for k, t in ((ANN, "a"), (BOB, "b"))))
-    clients = read_clients(tmp_path / "keys")
+    clients = two_tenants(tmp_path)
     with (
         with_files(checkpoint, tmp_path, clients=clients) as (_, address),
         openai_client(address, ANN) as ann,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -18,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.tokenizer import MAX_LOCKED_LEN, Tokenizer
+from tests.pauses import longest_pause
 
 TEXT = "Grüße from the café, naïve 日本語 и 中文文文 😀👩‍👩‍👧😀 the cat, the  hat. ¿Qué? 0 1 22 333\n\n\tend "
 
@@ -317,28 +317,10 @@ def test_a_long_text_has_the_ids_and_long_ids_the_text_of_the_library(
         assert tokenizer.decode(ids, skip_special_tokens=skips) == backend.decode(ids, skip_special_tokens=skips)
 
 
-def longest_pause(work: Callable[[], object]) -> float:
+def longest_share(work: Callable[[], object]) -> float:
     """Returns the longest time between two turns of another thread during some work, as a share of the whole time."""
-    pauses, is_over = [0.0], threading.Event()
-
-    def tick() -> None:
-        last = time.perf_counter()
-        while not is_over.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            pauses.append(now - last)
-            last = now
-
-    ticking = threading.Thread(target=tick)
     began = time.perf_counter()
-    ticking.start()
-    try:
-        work()
-    finally:
-        seconds = time.perf_counter() - began
-        is_over.set()
-        ticking.join()
-    return max(pauses) / seconds
+    return longest_pause(work) / (time.perf_counter() - began)
 
 
 def encoded(tokenizer: Tokenizer, text: str, _: list[int]) -> None:
@@ -355,7 +337,7 @@ def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(work):
     ids = (tokenizer.encode(TEXT) * 10_000)[: 2**20]
 
     # The library's work of seconds without the interpreter's lock; the best of three, for other work may delay a turn.
-    assert min(longest_pause(lambda: work(tokenizer, text, ids)) for _ in range(3)) < 0.25
+    assert min(longest_share(lambda: work(tokenizer, text, ids)) for _ in range(3)) < 0.25
 
 
 def test_half_a_surrogate_pair_is_refused():

@@ -38,9 +38,10 @@ class Branches:
 
         The branch shares the request's full pages and copies the last one. It samples with `seed`, by default the
         request's, as the next sample of the prompt (`sample_index`): above temperature 0 it diverges. Its first delta
-        has its first new token; its completion has all tokens.
+        has its first new token; its completion has all tokens. Raises QueueFullError if the queue has no room for it.
         """
         request = self._find(request_id)
+        self._scheduler.check_room([request])  # before the branch takes the next index of a sample
         seed = request.seed if seed is None else _checked_seed(seed)
         branch = fork(request, branch_id, self._admission, time_limit=self._scheduler.time_left(request))
         branch.seed = seed
