@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -84,10 +85,15 @@ def executed_nodes(node):
 
 
 @cache
+def nodes_of(module):
+    return list(executed_nodes(ast.parse(MODULES[module].read_text())))
+
+
+@cache
 def imports_of(module):
     """Returns the modules that a module of ours names in its imports, inside functions too."""
     names = set()
-    for node in executed_nodes(ast.parse(MODULES[module].read_text())):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -108,6 +114,7 @@ def foreign(module):
     return tops - set(OURS) - sys.stdlib_module_names
 
 
+@cache
 def reachable(module):
     """Returns the modules of ours that importing this one runs; a package's `__init__` runs for itself only."""
     seen, todo = set(), {module}
@@ -151,9 +158,11 @@ def test_the_scheduler_runs_in_a_process_without_jax():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if package_of(module) == "kernels_pallas"])
-def test_kernels_import_jax_and_numpy_only(module):
-    assert foreign(module) <= {"jax", "numpy"}
+def test_kernels_import_jax_and_numpy_only():
+    kernels = [module for module in MODULES if package_of(module) == "kernels_pallas"]
+
+    assert kernels
+    assert {module: found for module in kernels if (found := foreign(module) - {"jax", "numpy"})} == {}
 
 
 def test_only_attention_the_table_of_mixers_and_the_cache_use_paged_attention():
@@ -166,9 +175,10 @@ def test_only_attention_the_table_of_mixers_and_the_cache_use_paged_attention():
     }
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_imports_oracles_or_training_frameworks(module):
-    assert not foreign(module) & {"torch", "transformers", "tensorflow", "pytest", "hypothesis"}
+def test_no_module_imports_oracles_or_training_frameworks():
+    oracles = {"torch", "transformers", "tensorflow", "pytest", "hypothesis"}
+
+    assert {module: found for module in MODULES if (found := foreign(module) & oracles)} == {}
 
 
 # What is kept on disk of a compiler's work depends on the compiler's own flags, and bits on CPU depend on one of them.
@@ -176,12 +186,13 @@ def test_no_module_imports_oracles_or_training_frameworks(module):
 MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.cpu_flags", "jaxinfer.capacity.compiler"}
 
 
-@pytest.mark.parametrize("module", sorted(set(MODULES) - MAY_READ_FLAGS))
-def test_no_module_reads_or_sets_an_environment_variable(module):
-    names = {node.attr for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Attribute)}
-    names |= {name.split(".")[-1] for name in imports_of(module)}
+def test_no_module_reads_or_sets_an_environment_variable():
+    def found(module):
+        names = {node.attr for node in nodes_of(module) if isinstance(node, ast.Attribute)}
+        names |= {name.split(".")[-1] for name in imports_of(module)}
+        return names & {"environ", "environb", "getenv", "getenvb", "putenv"}
 
-    assert not names & {"environ", "environb", "getenv", "getenvb", "putenv"}
+    assert {module for module in MODULES if found(module)} == MAY_READ_FLAGS
 
 
 def test_the_package_has_at_most_twenty_public_names_and_all_of_them_exist():
@@ -192,13 +203,14 @@ def test_the_package_has_at_most_twenty_public_names_and_all_of_them_exist():
     assert dir(jaxinfer) == sorted(jaxinfer.__all__)  # for completion in notebooks
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_imports_itself_through_others(module):
-    assert module not in {name for other in imports_of_ours(module) for name in reachable(other)}
+def test_no_module_imports_itself_through_others():
+    def is_in_a_circle(module):
+        return any(module in reachable(other) for other in imports_of_ours(module))
+
+    assert [module for module in MODULES if is_in_a_circle(module)] == []
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_a_folder_has_at_most_twelve_modules(folder):
-    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 12
+def test_a_folder_has_at_most_twelve_modules():
+    modules = Counter(path.parent.relative_to(ROOT).as_posix() for path in FILES if path.name != "__init__.py")
+
+    assert {folder: number for folder, number in modules.items() if number > 12} == {}
