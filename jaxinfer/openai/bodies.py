@@ -238,7 +238,7 @@ class ChatBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[Name, Field(description="for templates that read it")] | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, description="most tokens of reasoning")] | None = None
+    thinking_token_budget: Annotated[Integer, Field(ge=0, description="most tokens of reasoning")] | None = None
     # Further arguments of `LLM.chat`.
     answer_style: Name | None = None
     documents: Objects | None = None

@@ -56,8 +56,11 @@ class Client:
         """Tells the key from others without its text."""
         return self.digest.hex()[:16]
 
-    def begin_request(self) -> None:
-        """Counts a request that begins; raises RefusedError 429 if the client is at a limit."""
+    def begin_request(self, *, takes_tokens: bool) -> None:
+        """Counts a request that begins; raises RefusedError 429 if the client is at a limit.
+
+        One that takes no tokens may come after those of a minute are used.
+        """
         if self.num_in_flight >= self.max_in_flight:
             raise RefusedError(
                 429,
@@ -66,7 +69,7 @@ class Client:
                 code="max_in_flight",
                 retry_after=1.0,
             )
-        if (wait := self.seconds_to_tokens()) > 0:
+        if takes_tokens and (wait := self.seconds_to_tokens()) > 0:
             raise RefusedError(
                 429,
                 f"this key has used the {self.tokens_per_minute:,} tokens that it may use in a minute",
@@ -203,7 +206,9 @@ class AccessControl:
             return
         try:
             client = self._find(scope)
-            client.begin_request()
+            # What is stored is read, deleted and cancelled at any time.
+            takes_tokens = scope["method"] == "POST" and not scope["path"].endswith("/cancel")
+            client.begin_request(takes_tokens=takes_tokens)
         except RefusedError as refusal:
             await refusal_response(refusal)(scope, receive, send)
             return

@@ -68,6 +68,10 @@ def test_a_value_of_other_servers_has_its_meaning_there(is_chat, fields, name, v
     assert getattr(sampling_of(fields, is_chat=is_chat), name) == value
 
 
+def test_a_budget_of_thinking_may_be_a_whole_number_with_a_point():
+    assert sampling_of({"thinking_token_budget": 4.0}, is_chat=True).thinking_token_budget == 4
+
+
 @pytest.mark.parametrize(
     ("params", "body"),
     [

@@ -241,6 +241,9 @@ def test_a_key_that_has_used_its_tokens_waits(guarded):
     assert statuses == [200] * 4 + [429] * 2  # of 9 tokens each
     assert answer.json()["error"]["code"] == "tokens_per_minute"
     assert 1 <= int(answer.headers["Retry-After"]) <= 60
+    # What takes no tokens is answered all the same.
+    assert http.get("/v1/models", headers=with_key(BOB)).status_code == 200
+    assert http.post("/v1/batches/none/cancel", headers=with_key(BOB)).status_code == 404  # stores no batches
 
 
 @pytest.mark.parametrize("stream", [False, True])
