@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from collections import Counter
 from importlib.metadata import version
 
@@ -21,6 +20,7 @@ import pytest
 
 from jaxinfer.config import Parallelism
 from jaxinfer.device import describe_cpu
+from tests import compiler
 from tests.durations import LONG, SLOW, is_listed, is_quick, may_have
 from tests.memory_maps import are_memory_maps_short, resident_bytes, return_free_memory
 
@@ -35,9 +35,10 @@ hypothesis.settings.load_profile("jaxinfer")
 
 # The bytes that a process may have beside those that were left when it last dropped its compiled functions.
 MAX_GROWTH = 2 * 2**30
-# The processes that quick tests start together.
-MAX_QUICK_STARTS = 300
+# Seconds of processor, with those of processes that they start: 50 on an idle machine, more beside other work.
+MAX_QUICK_SECONDS = 90.0
 KEPT_BYTES = pytest.StashKey[int]()
+QUICK_SECONDS = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -79,7 +80,7 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Fails a quick test that compiles or loads a step of an engine, or starts one process too many."""
+    """Fails a quick test that compiles or loads a step of an engine."""
     if not item.get_closest_marker("quick"):
         return (yield)
     from jaxinfer.engine.execution import executable_cache
@@ -90,26 +91,26 @@ def pytest_runtest_protocol(item):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_compile", "deserialize_and_load"):
             patch.setattr(executable_cache, name, refuse)
-        QUICK_NOW.append(item)
-        try:
-            return (yield)
-        finally:
-            QUICK_NOW.clear()
+        before = seconds_of_processor()
+        result = yield
+    item.session.stash.setdefault(QUICK_SECONDS, {})[item.nodeid] = seconds_of_processor() - before
+    return result
 
 
-QUICK_NOW = []  # the quick test that runs, if one does
-QUICK_STARTS = []  # those that have started a process, which takes about a second
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a quick test before which the others have taken too long."""
+    result = yield
+    seconds = item.session.stash.get(QUICK_SECONDS, {})
+    if item.get_closest_marker("quick") and sum(seconds.values()) > MAX_QUICK_SECONDS:
+        slowest = sorted(seconds, key=seconds.__getitem__)[-5:]
+        pytest.fail(f"quick tests take more than {MAX_QUICK_SECONDS} seconds of processor, most of all {slowest}")
+    return result
 
 
-def count_starts(event, _):
-    if not QUICK_NOW or event not in ("subprocess.Popen", "os.posix_spawn", "os.fork"):
-        return
-    QUICK_STARTS.append(QUICK_NOW[0].nodeid)
-    if len(QUICK_STARTS) > MAX_QUICK_STARTS:
-        pytest.fail(f"quick tests start more than {MAX_QUICK_STARTS} processes: {sorted(set(QUICK_STARTS))}")
-
-
-sys.addaudithook(count_starts)
+def seconds_of_processor() -> float:
+    """Returns the seconds of this process and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def pytest_runtest_teardown(item, nextitem):
@@ -132,12 +133,18 @@ def pytest_addoption(parser):
         "--tpu-kernels", action="store_true", help="attention by the TPU kernels in Pallas' interpreter: tests/engine"
     )
     parser.addoption(
+        "--optimised", action="store_true", help="compile as for users; tests of bits by themselves always do"
+    )
+    parser.addoption(
         "--mesh", metavar="TENSORxEXPERTS", help="split the models of tests/engine over devices; see on_devices.py"
     )
 
 
 def pytest_configure(config):
     config.option.loadscopereorder = False  # xdist would begin with the files that have most tests
+    is_of_bits = config.option.markexpr.startswith(("bits", "exhaustive"))
+    if not config.option.markexpr.startswith("aot"):
+        compiler.set_options(is_optimised=is_of_bits or config.getoption("--optimised"))
     if config.getoption("--tpu-kernels"):
         from tests.engine.engines import SIZES, interpret_tpu_kernels
 

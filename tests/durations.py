@@ -7,21 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-# Tests without a compiled engine, by folder or by file: together they take less than a minute.
+# Tests without a compiled engine, by folder or by file. Together they take less than a minute, so files that
+# take many seconds of processor are not among them.
 QUICK = (
-    *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py", "test_prose.py"),
-    "test_suite.py",
-    *("batch_job/test_job.py", "batch_job/test_records.py", "text"),
-    *("checkpoint/test_adapter_files.py", "checkpoint/test_checkpoint_digest.py"),
-    *("checkpoint/test_family_configs.py",),
-    *("engine/request", "engine/kv_cache", "engine/scheduling"),
+    *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py", "test_suite.py"),
+    *("batch_job/test_job.py", "batch_job/test_records.py"),
+    "checkpoint/test_checkpoint_digest.py",
     *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),
+    *("engine/kv_cache", "engine/request"),
+    *("engine/scheduling/test_looping.py", "engine/scheduling/test_mask_turns.py"),
+    *("engine/scheduling/test_metrics.py", "engine/scheduling/test_policy.py"),
+    *("engine/scheduling/test_scheduler.py", "engine/scheduling/test_step_results.py"),
+    "engine/scheduling/test_waiting.py",
     *("engine/whole/test_assembly.py", "engine/whole/test_timeline.py"),
     *("kernels/test_gpu_compiler.py", "kernels/test_recorded.py"),
     *("kernels/test_device_report.py", "kernels/test_device_timer.py"),
-    *("model/test_batch.py", "model/test_model_config.py", "model/test_params.py"),
+    *("model/test_batch.py", "model/test_model_config.py"),
     *("notebooks/test_notebook_files.py", "plan/test_memory.py", "sampling/test_sampling_batch.py"),
     *("simulation/test_step_times.py", "simulation/test_trace.py"),
+    *("text/answers/test_answer_parser.py", "text/answers/test_answer_styles.py"),
+    *("text/test_detokenizer.py", "text/test_ecmascript_regex.py", "text/test_gguf_vocabulary.py"),
+    *("text/test_json_schema.py", "text/test_unique_keys.py", "text/test_vocabulary_and_merges.py"),
 )
 # Files and folders that take 10 to 200 seconds each, most of it to compile: three quarters of the suite's time.
 SLOW = (
@@ -73,15 +79,18 @@ def is_quick(path: Path) -> bool:
     return is_listed(path, QUICK) and not is_listed(path, SLOW + LONG)
 
 
-def may_have(path: Path, mark: str) -> bool:
-    """True for a file with tests that a mark chooses, or a folder with such a file, without importing any of them.
+def may_have(path: Path, expression: str) -> bool:
+    """True for a file with tests that marks choose, or a folder with such a file, without importing any of them.
 
-    It knows the marks `quick` and `aot`; it says True of all others.
+    It knows expressions that begin with the marks `quick`, `bits` and `aot`; it says True of all others.
     """
-    if mark not in ("quick", "aot"):
-        return True
+    chosen = {
+        "quick": is_quick,
+        "bits": lambda file: "pytest.mark.bits" in file.read_text(),
+        "aot": lambda file: "pytest.mark.aot" in file.read_text(),
+    }.get(expression.split()[0] if expression else "")
     files = path.rglob("test_*.py") if path.is_dir() else [path]
-    return any(is_quick(file) if mark == "quick" else "pytest.mark.aot" in file.read_text() for file in files)
+    return chosen is None or any(map(chosen, files))
 
 
 def _name(path: Path) -> str:

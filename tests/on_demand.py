@@ -92,8 +92,6 @@ class StepsOnDemand(CompiledSteps):
         super().__init__(tuple(known), compile_bucket, known)
         self._planned = tuple(buckets)
         self._compile_bucket = compile_bucket
-        # `unoptimised_steps` has others.
-        self._compile_lowered, self._options = jax.stages.Lowered.compile, executable_cache._options
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
@@ -112,9 +110,7 @@ class StepsOnDemand(CompiledSteps):
     def of(self, bucket: Bucket) -> jax.stages.Compiled:
         if bucket not in self._compiled:
             # In another thread, as in every engine: `CompileCounter` counts the compilations of the engine's own.
-            with compiled_once(), pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
-                patch.setattr(jax.stages.Lowered, "compile", self._compile_lowered)
-                patch.setattr(executable_cache, "_options", self._options)
+            with compiled_once(), ThreadPoolExecutor(1) as pool:
                 self._compiled[bucket] = pool.submit(self._compile_bucket, bucket).result()
         return self._compiled[bucket]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.decoder import forward, unembed
 from jaxinfer.model.params import Params, abstract_params
-from tests.unoptimised import UNOPTIMISED
 
 # Layers in groups of several sizes, and a vocabulary that fills no whole word of masks.
 SMALL_SIZES: dict[str, Any] = {
@@ -50,9 +48,7 @@ def _all_logits(params, cache, batch, *, config, q_len=None, implementation=None
     return unembed(params, hidden, step_tokens(batch)), cache
 
 
-_jit = functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"), donate_argnames="cache")
-all_logits = _jit(_all_logits)
-all_logits_unoptimised = _jit(_all_logits, compiler_options=UNOPTIMISED)
+all_logits = jax.jit(_all_logits, static_argnames=("config", "q_len", "implementation"), donate_argnames="cache")
 
 
 def lively_params(config: ModelConfig, seed: int = 0) -> Params:
@@ -96,12 +92,8 @@ def replay(
     implementation: str | None = None,
     layout: str | None = None,
     cache_dtype: str = "float32",
-    is_exact: bool = True,
 ) -> list[np.ndarray]:
-    """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows.
-
-    For tests that judge within rounding, `is_exact` may be False: compiled without optimisation, in half the time.
-    """
+    """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows."""
     table_width, window = -(-max(map(len, sequences)) // page_size), config.sliding_window
     pages = deal_pages(len(sequences), table_width)
     cache = nan_cache(config, CacheConfig(num_pages=pages.size + 1, page_size=page_size, dtype=cache_dtype), layout)
@@ -111,7 +103,6 @@ def replay(
         "num_rows": shape[1],
         "table_width": table_width,
     }
-    run = all_logits if is_exact else all_logits_unoptimised
     logits = [[np.zeros((0, config.vocab_size), np.float32)] for _ in sequences]
     starts = [0] * len(sequences)
     for chunks in steps:
@@ -124,7 +115,7 @@ def replay(
             rows.append(Row(sequences[i][start:end].tolist(), start, page_ids))
             starts[i] = end
         batch = make_batch(rows, **bucket)
-        step_logits, cache = run(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
+        step_logits, cache = all_logits(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
         parts = np.split(np.asarray(step_logits), np.cumsum([length for _, length in chunks]))
         for (i, _), part in zip(chunks, parts, strict=False):
             logits[i].append(part)

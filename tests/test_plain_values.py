@@ -23,8 +23,6 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.validation import as_bool, as_ints, as_tuple
 
-pytestmark = pytest.mark.quick
-
 TABLE = {"role": ["user", "assistant"], "number": [1, 2]}
 ROWS = [{"role": "user", "number": 1}, {"role": "assistant", "number": 2}]
 SCALARS = [

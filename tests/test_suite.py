@@ -11,7 +11,6 @@ from tests.durations import LONG, QUICK, SLOW, TESTS, is_listed
 # Tests of engines compile steps for every other configuration: seconds each. `tests/engine/engines.py` and
 # `tests/engine/conftest.py` have engines to share, and change single fields. More only if a test is of the fields.
 MAX_CONFIGS = 45
-MAX_QUICK_TESTS = 6_000
 
 
 @pytest.mark.parametrize("listed", [QUICK, SLOW, LONG], ids=["QUICK", "SLOW", "LONG"])
@@ -29,7 +28,3 @@ def test_engines_of_tests_have_few_configurations():
     found = {str(file.relative_to(TESTS)): len(re.findall(r"EngineConfig\([^)]", file.read_text())) for file in files}
 
     assert sum(found.values()) <= MAX_CONFIGS, {name: count for name, count in found.items() if count}
-
-
-def test_quick_tests_are_few_enough(request):
-    assert sum(item.get_closest_marker("quick") is not None for item in request.session.items) <= MAX_QUICK_TESTS

@@ -99,7 +99,15 @@ def page_of(cells: Cells) -> str:
 
 def main() -> None:
     cells = Cells()
-    arguments = ["-m", "shows", "-p", "no:cacheprovider", *sys.argv[1:], *(str(ROOT / test) for test in TESTS)]
+    arguments = [
+        "--optimised",
+        "-m",
+        "shows",
+        "-p",
+        "no:cacheprovider",
+        *sys.argv[1:],
+        *(str(ROOT / test) for test in TESTS),
+    ]
     code = pytest.main(arguments, plugins=[cells])
     if cells.num_tests:
         PAGE.write_text(page_of(cells), encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.batch_job import run_batch
 from jaxinfer.config import SamplingParams
-from tests.engine.engines import quick_engine
+from tests.engine.engines import small_engine
 from tests.text.answers.checkpoints import bias_to_end, save_checkpoint_with_marks
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -19,7 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "stop"}}]
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return quick_engine(save_checkpoint_with_marks(tmp_path_factory.mktemp("marks")), max_model_len=256)
+    return small_engine(save_checkpoint_with_marks(tmp_path_factory.mktemp("marks")), max_model_len=256)
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])

@@ -26,8 +26,6 @@ from jaxinfer.batch_job.parquet import read_records, write_records
 from jaxinfer.batch_job.records import format_record
 from tests.batch_job.fake_llm import FakeLLM
 
-pytestmark = pytest.mark.quick
-
 ROWS = [{"custom_id": f"é{i}", "prompt": f"p{i}", "max_tokens": 1 + i % 4} for i in range(10)]
 ROWS[2] |= {"seed": 5, "log_probs": 2}
 ROWS[4] |= {"prompt": "too long a prompt"}

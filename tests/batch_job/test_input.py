@@ -18,8 +18,6 @@ from jaxinfer.batch_job.input import check_input
 from jaxinfer.cli.main import main
 from tests.batch_job.fake_llm import FakeLLM
 
-pytestmark = pytest.mark.quick
-
 ROWS = [{"custom_id": f"é{i}", "prompt": f"p{i}", "max_tokens": 2} for i in range(5)]
 TEXT = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"
 PLAIN = TEXT.encode()

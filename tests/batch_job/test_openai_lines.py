@@ -13,7 +13,7 @@ from jaxinfer.batch_job import merge_shards, run_batch
 from jaxinfer.batch_job.records import InvalidLine, JobRequest, parse_request
 from jaxinfer.config import SamplingParams
 from jaxinfer.openai import answers
-from tests.engine.engines import quick_engine, save_small_checkpoint
+from tests.engine.engines import save_small_checkpoint, small_engine
 
 NAME = "named"
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}
@@ -26,7 +26,7 @@ def line(custom_id: str, url: str, body: Any, **more: Any) -> str:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return quick_engine(save_small_checkpoint(tmp_path_factory.mktemp("small") / NAME))
+    return small_engine(save_small_checkpoint(tmp_path_factory.mktemp("small") / NAME))
 
 
 def records_of(path: Any) -> list[dict[str, Any]]:

@@ -24,8 +24,6 @@ from jaxinfer.batch_job.shards import Shard, as_shard, shard_index
 from jaxinfer.cli.main import main
 from tests.batch_job.fake_llm import FakeLLM
 
-pytestmark = pytest.mark.quick
-
 COUNT = 3
 
 

@@ -71,7 +71,7 @@ def test_a_cache_in_fp8_rounds_by_the_scales_and_a_wider_one_does_not(plain, sca
     generator = np.random.default_rng(0)
     sequences = [generator.integers(0, config.vocab_size, n) for n in LENGTHS]
 
-    logits = replay(params, sequences, SPLITS["chunks"], config=config, shape=SHAPE, cache_dtype=dtype, is_exact=False)
+    logits = replay(params, sequences, SPLITS["chunks"], config=config, shape=SHAPE, cache_dtype=dtype)
 
     reference = load_reference(plain)
     for own, tokens in zip(logits, sequences, strict=True):
@@ -87,7 +87,7 @@ def test_scales_are_those_of_all_copies_of_a_head(tmp_path):
     params, config = load_checkpoint(folder)
     wide = config.for_devices(8)
     sequences = [np.random.default_rng(0).integers(0, config.vocab_size, n) for n in LENGTHS]
-    options: dict[str, Any] = {"shape": SHAPE, "cache_dtype": "float8_e4m3fn", "is_exact": False}
+    options: dict[str, Any] = {"shape": SHAPE, "cache_dtype": "float8_e4m3fn"}
 
     fitted = fit_params(params, wide)
     logits = replay(fitted, sequences, SPLITS["chunks"], config=wide, **options)

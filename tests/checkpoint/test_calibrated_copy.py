@@ -16,7 +16,6 @@ from jaxinfer.steps.log_probs import log_probs
 from tests.checkpoint.renamed import read_tensors
 from tests.checkpoint.test_quantized_copy import SIZES
 from tests.oracles import reference_logits, save_random_checkpoint
-from tests.unoptimised import UNOPTIMISED
 
 TEXTS = np.random.default_rng(0).integers(0, 96, (12, 64), np.int32)
 CASES = {
@@ -39,7 +38,7 @@ def copy(source):
 
 def log_probs_of(path):
     params, config = load_checkpoint(path)
-    compute = jax.jit(log_probs, static_argnames="config", compiler_options=UNOPTIMISED)
+    compute = jax.jit(log_probs, static_argnames="config")
     return np.asarray(compute(params, jnp.asarray(TEXTS), config=config))
 
 

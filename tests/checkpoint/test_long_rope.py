@@ -9,7 +9,7 @@ from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.engine.llm import LLM
 from tests.checkpoint.renamed import edit_json
-from tests.engine.engines import quick_engine
+from tests.engine.engines import small_engine
 from tests.oracles import SIZES, load_reference, reference_logits, save_random_checkpoint
 from tests.replay import replay
 
@@ -41,12 +41,7 @@ def test_logits_are_those_of_transformers_for_a_text_of_that_length(checkpoint, 
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, length)
 
     (logits,) = replay(
-        load_params(path, config, "float32"),
-        [tokens],
-        [[(0, 20)], [(0, length - 20)]],
-        config=config,
-        shape=(64, 1),
-        is_exact=False,
+        load_params(path, config, "float32"), [tokens], [[(0, 20)], [(0, length - 20)]], config=config, shape=(64, 1)
     )
 
     np.testing.assert_allclose(logits, reference_logits(reference, tokens), rtol=0, atol=1e-4)
@@ -65,9 +60,7 @@ def test_the_older_names_of_phi_3_mean_the_same(tmp_path, kind, key, name):
     config = read_config(path)
 
     assert config == expected
-    (logits,) = replay(
-        load_params(path, config, "float32"), [tokens], [[(0, 20)]], config=config, shape=(64, 1), is_exact=False
-    )
+    (logits,) = replay(load_params(path, config, "float32"), [tokens], [[(0, 20)]], config=config, shape=(64, 1))
     np.testing.assert_allclose(logits, reference_logits(load_reference(path), tokens), rtol=0, atol=1e-4)
 
 
@@ -83,7 +76,7 @@ def test_an_engine_of_more_tokens_than_the_original_length_has_the_long_frequenc
     prompt = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 40).tolist()
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
-    with quick_engine(path, max_num_seqs=2, max_model_len=96) as llm:
+    with small_engine(path, max_num_seqs=2, max_model_len=96) as llm:
         (completion,) = llm.generate([prompt], greedy, show_progress=False)
 
     tokens = list(completion.token_ids)
@@ -96,7 +89,7 @@ def test_the_length_is_the_original_one_unless_more_is_asked_for(checkpoint):
     prompt = [1] * (ORIGINAL + 1)
 
     too_long = pytest.raises(ValueError, match=f"max_model_len is {ORIGINAL}.*up to the model's {LONGEST}")
-    with quick_engine(path, max_num_seqs=1, max_model_len=None) as llm, too_long:
+    with small_engine(path, max_num_seqs=1, max_model_len=None) as llm, too_long:
         llm.generate([prompt], show_progress=False)
     with pytest.raises(ValueError, match=f"max_model_len={LONGEST + 1} is more than the model's {LONGEST} positions"):
         LLM(path, dtype="float32", config=EngineConfig(max_model_len=LONGEST + 1))

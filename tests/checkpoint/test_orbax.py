@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +22,7 @@ from jaxinfer.model.mixers import MIXERS
 from jaxinfer.model.params import abstract_params, shardings
 from tests.model.components.recurrent.test_states import MODEL
 from tests.model.components.test_latent_attention import MODEL as LATENT_MODEL
+from tests.on_devices import with_devices
 from tests.oracles import save_random_checkpoint
 from tests.replay import lively_params
 
@@ -65,9 +65,7 @@ def on_meshes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("meshes")
     checkpoint = save_random_checkpoint(folder / "hf", "qwen2", num_key_value_heads=4)
     program = [sys.executable, "-m", "tests.checkpoint.mesh_program", str(checkpoint), str(folder / "orbax")]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    environment = os.environ | flags
-    run = subprocess.run(program, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(program, check=False, cwd=ROOT, env=with_devices(4), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout), checkpoint, folder / "orbax"
 

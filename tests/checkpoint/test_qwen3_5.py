@@ -276,7 +276,7 @@ def test_logits_of_text_agree_with_the_whole_model(tmp_path, model_type, name):
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40)
 
     params = load_params(tmp_path, config, "float32")
-    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1), is_exact=False)
+    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1))
 
     np.testing.assert_allclose(logits, reference_logits(model, tokens), rtol=0, atol=1e-4)
 

@@ -105,7 +105,7 @@ def test_logits_of_text_agree_with_the_whole_model(saved, model_type, version):
     tokens = np.random.default_rng(1).integers(11, config.vocab_size, 40)  # 10 stands for an image
 
     params = load_params(path, config, "float32")
-    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1), is_exact=False)
+    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1))
 
     np.testing.assert_allclose(logits, reference_logits(model, tokens), atol=1e-4)
 
@@ -179,7 +179,7 @@ def test_a_tied_text_model_with_an_unembedding_of_its_own_uses_it(saved, copied,
     params = load_params(path, config, "float32")
 
     assert "language_model.lm_head.weight differs from" in caplog.text
-    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1), is_exact=False)
+    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1))
     np.testing.assert_allclose(logits, reference_logits(model, tokens), atol=1e-4)
 
 

@@ -41,7 +41,7 @@ def test_logits_past_the_native_length_are_those_of_transformers(tmp_path, famil
 
     config = read_config(path)
     params = load_params(path, config, "float32")
-    (logits,) = replay(params, [tokens], [[(0, len(tokens))]], config=config, shape=(len(tokens), 1), is_exact=False)
+    (logits,) = replay(params, [tokens], [[(0, len(tokens))]], config=config, shape=(len(tokens), 1))
 
     assert config.max_position == 3 * NATIVE
     np.testing.assert_allclose(logits, reference_logits(load_reference(path), tokens), rtol=0, atol=1e-4)

@@ -7,7 +7,6 @@ from tests.engine.endless_engines import ENDLESS
 from tests.engine.engines import (
     crowded_engine,
     poison_cache,
-    quick_engine,
     require_idle,
     save_small_checkpoint,
     small_engine,
@@ -33,12 +32,6 @@ def shared_llm(checkpoint):
 
 
 @pytest.fixture(scope="session")
-def quick_llm(checkpoint):
-    """The sound engine beside engines that are compiled as quickly; every test has to leave it idle."""
-    return quick_engine(checkpoint, max_prompt_log_probs=3)
-
-
-@pytest.fixture(scope="session")
 def crowded_llm(checkpoint):
     return crowded_engine(checkpoint)
 
@@ -60,7 +53,7 @@ def mute_llm(checkpoint, tmp_path_factory):
     for file in checkpoint.iterdir():
         if file.name != "tokenizer.json":
             (folder / file.name).symlink_to(file)
-    return quick_engine(folder, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
+    return small_engine(folder, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
 
 
 @pytest.fixture

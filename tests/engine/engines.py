@@ -34,7 +34,6 @@ from tests.engine.probe import clear_outputs, is_idle, runner_of, scheduler_of
 from tests.on_demand import KeptProcessor, kept_processors, steps_on_demand
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
-from tests.unoptimised import unoptimised_steps
 
 WAIT = 300.0  # seconds; only a test that fails waits for as long
 # Few buckets, so that an engine is compiled in seconds: decode 1 and 4, prefill 32.
@@ -113,15 +112,9 @@ def crowded_engine(path: Path, *, max_drafts: int = 3, speculation: str | Drafte
     return llm
 
 
-def quick_engine(path: Path, **overrides: Any) -> LLM:
-    """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in less time."""
-    with unoptimised_steps():
-        return small_engine(path, **overrides)
-
-
-def quick_async_engine(path: Path, **overrides: Any) -> AsyncLLM:
-    """An engine for asyncio, with the steps of `quick_engine`."""
-    with unoptimised_steps(), steps_on_demand():
+def small_async_engine(path: Path, **overrides: Any) -> AsyncLLM:
+    """An engine for asyncio, with the steps of `small_engine`."""
+    with steps_on_demand():
         return _engine(path, make=AsyncLLM, **overrides)
 
 

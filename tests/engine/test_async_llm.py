@@ -17,7 +17,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
 from jaxinfer.engine.request.request import QueueFullError
-from tests.engine.engines import GREEDY, WAIT, generate, quick_async_engine, random_prompts, run, token_ids_of
+from tests.engine.engines import GREEDY, WAIT, generate, random_prompts, run, small_async_engine, token_ids_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
 ENDLESS = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 @pytest.fixture
 def async_llm(checkpoint) -> Iterator[AsyncLLM]:
-    llm = quick_async_engine(checkpoint, max_prompt_log_probs=3)
+    llm = small_async_engine(checkpoint, max_prompt_log_probs=3)
     yield llm
     run(llm.close)
 
@@ -46,8 +46,8 @@ async def until_idle(llm: AsyncLLM) -> None:
     [GREEDY, SamplingParams(n=2, seed=3, max_tokens=6), SamplingParams(n=2, best_of=3, seed=3, max_tokens=6)],
     ids=["greedy", "n", "best_of"],
 )
-def test_generate_returns_the_completions_of_llm(quick_llm, async_llm, params):
-    expected = generate(quick_llm, PROMPTS, params)
+def test_generate_returns_the_completions_of_llm(shared_llm, async_llm, params):
+    expected = generate(shared_llm, PROMPTS, params)
 
     completions = run(lambda: async_llm.generate(PROMPTS, params))
 
@@ -55,8 +55,8 @@ def test_generate_returns_the_completions_of_llm(quick_llm, async_llm, params):
     assert [c.sample_index for c in completions] == [c.sample_index for c in expected]
 
 
-def test_many_tasks_yield_the_tokens_of_llm(quick_llm, async_llm):
-    expected = generate(quick_llm, PROMPTS)
+def test_many_tasks_yield_the_tokens_of_llm(shared_llm, async_llm):
+    expected = generate(shared_llm, PROMPTS)
 
     async def read(prompt: list[int]) -> list[Any]:
         return [delta async for delta in async_llm.stream(prompt, GREEDY)]
@@ -71,7 +71,7 @@ def test_many_tasks_yield_the_tokens_of_llm(quick_llm, async_llm):
         assert deltas[-1].completion.token_ids == completion.token_ids
 
 
-def test_event_loops_of_several_threads_share_an_engine(quick_llm, async_llm):
+def test_event_loops_of_several_threads_share_an_engine(shared_llm, async_llm):
     results: dict[int, Any] = {}
 
     def work(i: int) -> None:
@@ -83,13 +83,13 @@ def test_event_loops_of_several_threads_share_an_engine(quick_llm, async_llm):
     for thread in threads:
         thread.join()
 
-    assert [results[i] for i in range(4)] == token_ids_of(generate(quick_llm, PROMPTS[:4]))
+    assert [results[i] for i in range(4)] == token_ids_of(generate(shared_llm, PROMPTS[:4]))
 
 
-def test_chat_and_embed_return_the_results_of_llm(quick_llm, async_llm):
+def test_chat_and_embed_return_the_results_of_llm(shared_llm, async_llm):
     talks = [[{"role": "user", "content": text}] for text in ("hello", "goodbye")]
-    expected = quick_llm.chat(talks, GREEDY, chat_template=TEMPLATE, show_progress=False)
-    vectors = quick_llm.embed(PROMPTS, pooling="mean", show_progress=False)
+    expected = shared_llm.chat(talks, GREEDY, chat_template=TEMPLATE, show_progress=False)
+    vectors = shared_llm.embed(PROMPTS, pooling="mean", show_progress=False)
 
     async def ask() -> Any:
         return await asyncio.gather(
@@ -125,7 +125,7 @@ def test_a_prompt_that_cannot_be_honoured_is_refused_before_anything_is_computed
 
 
 def test_all_prompts_wait_or_none(checkpoint):
-    llm = quick_async_engine(checkpoint, max_waiting=2)
+    llm = small_async_engine(checkpoint, max_waiting=2)
 
     with pytest.raises(QueueFullError, match="raise EngineConfig.max_waiting"):
         run(lambda: llm.generate([PROMPTS[0]] * 7, GREEDY))
@@ -147,7 +147,7 @@ def test_a_reader_that_leaves_its_loop_frees_the_pages(async_llm):
 
 
 @pytest.mark.parametrize("call", ["stream", "generate"])
-def test_a_task_that_is_cancelled_frees_the_pages(quick_llm, async_llm, call):
+def test_a_task_that_is_cancelled_frees_the_pages(shared_llm, async_llm, call):
     async def work() -> None:
         if call == "generate":
             await async_llm.generate(PROMPTS[:3], ENDLESS)
@@ -167,11 +167,11 @@ def test_a_task_that_is_cancelled_frees_the_pages(quick_llm, async_llm, call):
         await until_idle(async_llm)
         return completions
 
-    assert token_ids_of(run(cancel)) == token_ids_of(generate(quick_llm, [PROMPTS[4]]))
+    assert token_ids_of(run(cancel)) == token_ids_of(generate(shared_llm, [PROMPTS[4]]))
 
 
-def test_a_slow_reader_loses_its_request_and_no_other(checkpoint, quick_llm):
-    llm = quick_async_engine(checkpoint, max_unread_tokens=5)
+def test_a_slow_reader_loses_its_request_and_no_other(checkpoint, shared_llm):
+    llm = small_async_engine(checkpoint, max_unread_tokens=5)
 
     async def read_slowly() -> tuple[int, Any]:
         stream, num_read = llm.stream(PROMPTS[0], ENDLESS), 0
@@ -192,7 +192,7 @@ def test_a_slow_reader_loses_its_request_and_no_other(checkpoint, quick_llm):
     run(llm.close)
 
     assert num_read == 5
-    assert token_ids_of(other) == token_ids_of(generate(quick_llm, [PROMPTS[1]], ENDLESS))
+    assert token_ids_of(other) == token_ids_of(generate(shared_llm, [PROMPTS[1]], ENDLESS))
 
 
 async def fail_in_the_sink(stream: Stream, llm: AsyncLLM) -> None:
@@ -251,7 +251,7 @@ async def read_with_patience(stream: Stream) -> None:
         await asyncio.wait_for(anext(stream), 0.01)
 
 
-def test_a_reader_that_stops_waiting_reads_on_later(async_llm, quick_llm):
+def test_a_reader_that_stops_waiting_reads_on_later(async_llm, shared_llm):
     async def work() -> Any:
         async with await async_llm.open(PROMPTS[0], GREEDY) as stream:
             is_held, may_go_on = threading.Event(), threading.Event()
@@ -262,7 +262,7 @@ def test_a_reader_that_stops_waiting_reads_on_later(async_llm, quick_llm):
             may_go_on.set()
             return [delta async for delta in stream][-1].completion
 
-    assert token_ids_of([run(work)]) == token_ids_of(generate(quick_llm, PROMPTS[:1]))
+    assert token_ids_of([run(work)]) == token_ids_of(generate(shared_llm, PROMPTS[:1]))
 
 
 CALLS: dict[str, Callable[[AsyncLLM], Awaitable[Any]]] = {
@@ -380,7 +380,7 @@ def test_a_failure_of_the_engine_reaches_every_waiting_call(async_llm):
 
 def test_close_lets_requests_finish_and_refuses_later_ones(checkpoint):
     async def work() -> Any:
-        async with quick_async_engine(checkpoint) as llm:
+        async with small_async_engine(checkpoint) as llm:
             task = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
             while not llm.metrics().num_running and not task.done():
                 await asyncio.sleep(0.001)
@@ -393,7 +393,7 @@ def test_close_lets_requests_finish_and_refuses_later_ones(checkpoint):
 
 
 def test_the_end_of_the_last_reference_closes_the_engine(checkpoint):
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     run(partial(llm.generate, PROMPTS[0], GREEDY))
     thread, lost = llm._thread._thread, weakref.ref(llm)
 

@@ -26,7 +26,7 @@ from jaxinfer.engine.frontend.health import _Process
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
-from tests.engine.engines import GREEDY, ScriptedDrafter, generate, quick_engine, random_prompts, token_ids_of
+from tests.engine.engines import GREEDY, ScriptedDrafter, generate, random_prompts, small_engine, token_ids_of
 from tests.engine.probe import engine_of, runner_of, scheduler_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
@@ -97,7 +97,7 @@ def running(llm: Any) -> Iterator[EngineThread]:
 @pytest.fixture
 def new_llm(checkpoint):
     """A new engine, whose compiled steps are those of the other tests."""
-    return quick_engine(checkpoint, max_prompt_log_probs=3)
+    return small_engine(checkpoint, max_prompt_log_probs=3)
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def thread(new_llm) -> Iterator[EngineThread]:
 # ---- requests and commands
 
 
-def test_requests_of_several_threads_yield_the_tokens_of_generate(quick_llm, thread):
-    expected = token_ids_of(generate(quick_llm, PROMPTS))
+def test_requests_of_several_threads_yield_the_tokens_of_generate(shared_llm, thread):
+    expected = token_ids_of(generate(shared_llm, PROMPTS))
     results: dict[int, Any] = {}
 
     def run(i: int) -> None:
@@ -135,12 +135,12 @@ def test_the_deltas_of_a_request_join_to_its_completion(thread):
 
 
 @pytest.mark.parametrize("fields", [{"n": 3}, {"n": 2, "best_of": 4}], ids=["n", "best_of"])
-def test_several_samples_have_one_sink_and_one_end(quick_llm, thread, fields):
+def test_several_samples_have_one_sink_and_one_end(shared_llm, thread, fields):
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=6, ignore_eos=True, **fields)
 
     reader = submit(thread, PROMPTS[0], params)
 
-    assert token_ids_of(reader.wait()) == token_ids_of(generate(quick_llm, [PROMPTS[0]], params))
+    assert token_ids_of(reader.wait()) == token_ids_of(generate(shared_llm, [PROMPTS[0]], params))
     assert reader.num_ends == 1
 
 
@@ -178,8 +178,8 @@ def test_an_aborted_request_ends_with_its_tokens_so_far(thread):
     assert metrics_of(thread).num_owned_pages == 0
 
 
-def test_a_branch_of_a_request_has_a_sink_of_its_own(quick_llm, thread):
-    expected = token_ids_of(generate(quick_llm, [PROMPTS[0]], ENDLESS))
+def test_a_branch_of_a_request_has_a_sink_of_its_own(shared_llm, thread):
+    expected = token_ids_of(generate(shared_llm, [PROMPTS[0]], ENDLESS))
     samples = thread.engine.admit(PROMPTS[0], ENDLESS)
     origin, branch = Reader(samples), Reader(samples)
 
@@ -275,8 +275,8 @@ def test_samples_are_not_queued_twice(thread):
         readers[1].wait()
 
 
-def test_samples_of_another_engine_are_refused(quick_llm, thread):
-    samples = engine_of(quick_llm).admit(PROMPTS[0], GREEDY)
+def test_samples_of_another_engine_are_refused(shared_llm, thread):
+    samples = engine_of(shared_llm).admit(PROMPTS[0], GREEDY)
     reader = Reader(samples)
     thread.submit(samples, reader)
 
@@ -284,9 +284,9 @@ def test_samples_of_another_engine_are_refused(quick_llm, thread):
         reader.wait()
 
 
-def test_only_an_engine_gets_a_thread(quick_llm):
+def test_only_an_engine_gets_a_thread(shared_llm):
     with pytest.raises(ValueError, match="engine=<LLM .* is not allowed"):
-        EngineThread(quick_llm)
+        EngineThread(shared_llm)
 
 
 def test_a_command_that_closes_the_engine_ends_every_request(new_llm):
@@ -393,9 +393,9 @@ def test_a_failure_of_the_device_reaches_every_request_and_every_later_call(new_
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
 def test_a_step_that_the_host_cannot_lay_out_is_tried_again_twice(
-    quick_llm, new_llm, monkeypatch, caplog, num_failures
+    shared_llm, new_llm, monkeypatch, caplog, num_failures
 ):
-    expected = token_ids_of(generate(quick_llm, PROMPTS[:2]))
+    expected = token_ids_of(generate(shared_llm, PROMPTS[:2]))
     builder, failures = runner_of(new_llm)._builder, [MemoryError("host")] * num_failures
     build = builder.build
 
@@ -416,14 +416,14 @@ def test_a_step_that_the_host_cannot_lay_out_is_tried_again_twice(
                 readers[0].wait()
 
 
-def test_an_exception_of_a_drafter_is_logged_and_costs_no_token(quick_llm, checkpoint, caplog):
-    expected = token_ids_of(generate(quick_llm, PROMPTS))
+def test_an_exception_of_a_drafter_is_logged_and_costs_no_token(shared_llm, checkpoint, caplog):
+    expected = token_ids_of(generate(shared_llm, PROMPTS))
 
     class Failing(ScriptedDrafter):
         def draft(self, requests: Any, counts: Any) -> Any:
             raise LookupError("no drafts today")
 
-    with running(quick_engine(checkpoint, speculation=Failing(1.0), max_drafts=2, adaptive_drafts=False)) as thread:
+    with running(small_engine(checkpoint, speculation=Failing(1.0), max_drafts=2, adaptive_drafts=False)) as thread:
         assert [submit(thread, prompt).wait()[0].token_ids for prompt in PROMPTS] == expected
     assert "no drafts today" in caplog.text
 
@@ -505,9 +505,9 @@ def test_an_impossible_time_to_drain_is_refused(thread, seconds):
 
 def test_a_program_that_forgets_to_close_ends_by_itself():
     program = (
-        "from jaxinfer import SamplingParams;"
+        "from jaxinfer import EngineConfig, SamplingParams;"
         " from jaxinfer.engine.engine import Engine; from jaxinfer.engine.engine_thread import EngineThread;"
-        " thread = EngineThread(Engine());"
+        " thread = EngineThread(Engine(config=EngineConfig(max_num_seqs=1)));"
         " thread.submit(thread.engine.admit('a', SamplingParams(max_tokens=400, ignore_eos=True)), lambda _: None);"
         " print(thread.call(lambda engine: engine.num_unfinished).result())"
     )
@@ -614,9 +614,9 @@ async def use_from_a_loop(thread: EngineThread, seed: int, end: float, tally: Ta
             tally.wrong.append(f"request {samples.request_id} received something after its end")
 
 
-def test_threads_and_an_event_loop_that_do_anything_lose_no_request_and_no_page(quick_llm, checkpoint, monkeypatch):
-    expected = [token_ids_of(generate(quick_llm, [prompt], params)) for prompt, params in CASES]
-    busy = quick_engine(checkpoint, max_prompt_log_probs=3, num_pages=14)
+def test_threads_and_an_event_loop_that_do_anything_lose_no_request_and_no_page(shared_llm, checkpoint, monkeypatch):
+    expected = [token_ids_of(generate(shared_llm, [prompt], params)) for prompt, params in CASES]
+    busy = small_engine(checkpoint, max_prompt_log_probs=3, num_pages=14)
     monkeypatch.setattr(scheduler_of(busy), "_max_waiting", 60)
     monkeypatch.setattr(logging.getLogger("asyncio"), "disabled", True)  # it logs slow callbacks of a busy machine
     tally, end = Tally(), time.monotonic() + SECONDS

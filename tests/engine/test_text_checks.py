@@ -17,7 +17,7 @@ from jaxinfer.engine.async_llm import AsyncLLM, Stream
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.text.grammar import Grammar
-from tests.engine.engines import GREEDY, WAIT, quick_async_engine, random_prompts, run
+from tests.engine.engines import GREEDY, WAIT, random_prompts, run, small_async_engine
 
 PROMPTS = random_prompts(3, max_len=40, seed=3)
 CHECKED = SamplingParams(temperature=0, max_tokens=20, json_schema={"enum": ["ab"]})
@@ -50,34 +50,34 @@ def checks(monkeypatch) -> Iterator[Checks]:
 
 @pytest.fixture
 def async_llm(checkpoint) -> Iterator[AsyncLLM]:
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     yield llm
     run(llm.close)
 
 
 @pytest.mark.parametrize(("fault", "reason"), [(None, "stop"), ("at $: wrong", "error")])
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "seed": 1}, {"best_of": 2, "seed": 1}], ids=["one", "n", "best_of"])
-def test_generate_returns_the_result_of_the_check(quick_llm, checks, fields, fault, reason):
+def test_generate_returns_the_result_of_the_check(shared_llm, checks, fields, fault, reason):
     checks.fault = fault
     checks.gate.set()
     params = replace(CHECKED, temperature=1 if fields else 0, **fields)
 
-    completions = quick_llm.generate(PROMPTS, params, show_progress=False)
+    completions = shared_llm.generate(PROMPTS, params, show_progress=False)
 
     assert len(completions) == len(PROMPTS) * params.n
     assert {(c.text, c.finish_reason, c.error) for c in completions} == {('"ab"', reason, fault)}
     assert threading.current_thread().name not in checks.threads
-    assert not quick_llm.has_unfinished
+    assert not shared_llm.has_unfinished
 
 
 @pytest.mark.parametrize("fault", [None, "at $: wrong"])
-def test_a_job_records_the_result_of_the_check(quick_llm, checks, fault, tmp_path):
+def test_a_job_records_the_result_of_the_check(shared_llm, checks, fault, tmp_path):
     checks.fault = fault
     checks.gate.set()
     rows = [{"custom_id": str(i), "prompt": "a", "max_tokens": 20, "json_schema": {"enum": ["ab"]}} for i in range(3)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
-    run_batch(quick_llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    run_batch(shared_llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
     records = (tmp_path / "out.jsonl").read_text().splitlines()
     assert len(records) == 3
@@ -135,7 +135,7 @@ async def fail(llm: AsyncLLM, stream: Stream) -> None:
     ("end", "reasons"), [(abort, ["abort"]), (drop, []), (end_at_once, ["abort"]), (fail, ["RuntimeError"])]
 )
 def test_a_request_that_ends_while_its_text_is_checked_ends_once(checkpoint, checks, end, reasons):
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
 
     async def work() -> list[Any]:
         stream = await llm.open(PROMPTS[0], CHECKED)
@@ -155,7 +155,7 @@ def test_a_request_that_ends_while_its_text_is_checked_ends_once(checkpoint, che
 
 
 def test_close_lets_a_check_finish(checkpoint, checks):
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
 
     async def work() -> Any:
         task = asyncio.ensure_future(llm.generate(PROMPTS[0], CHECKED))

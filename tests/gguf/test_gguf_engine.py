@@ -23,9 +23,9 @@ from tests.engine.engines import (
     content_of,
     crowded_engine,
     forget_prefixes,
-    quick_engine,
     random_prompts,
     run_with_arrivals,
+    small_engine,
     spelled,
 )
 from tests.gguf.gguf_files import add_vocabulary, save_gguf
@@ -50,7 +50,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(files):
-    return quick_engine(files[0])
+    return small_engine(files[0])
 
 
 def test_greedy_tokens_are_those_of_transformers_on_the_dequantized_weights(llm, files):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
+from tests.engine.engines import save_small_checkpoint, small_async_engine, small_engine
 
 
 @pytest.fixture(scope="session")
@@ -14,11 +14,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm(checkpoint):
-    return quick_engine(checkpoint, max_prompt_log_probs=3)
+    return small_engine(checkpoint, max_prompt_log_probs=3)
 
 
 @pytest.fixture(scope="session")
 def async_llm(checkpoint):
-    llm = quick_async_engine(checkpoint, max_prompt_log_probs=3)
+    llm = small_async_engine(checkpoint, max_prompt_log_probs=3)
     yield llm
     asyncio.run(llm.close())

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.kv_cache import disk_tier
 from jaxinfer.engine.llm import LLM
-from tests.engine.engines import GREEDY, drain, generate, num_owned_pages, quick_engine
+from tests.engine.engines import GREEDY, drain, generate, num_owned_pages, small_engine
 from tests.engine.probe import is_idle
 from tests.hostile.cases import cases, limits
 
@@ -163,7 +163,7 @@ def test_no_error_between_calls_loses_or_changes_a_request(speculates, checkpoin
 
     monkeypatch.setattr(disk_tier, "write_checked", write_or_fail)
     pages = {"num_pages": 12, "disk_cache_path": str(tmp_path / "pages"), "disk_cache_bytes": 2**20}
-    with quick_engine(checkpoint, **pages, speculation=drafter if speculates else None) as llm:
+    with small_engine(checkpoint, **pages, speculation=drafter if speculates else None) as llm:
         ErrorMachine.llm, ErrorMachine.drafter, ErrorMachine.disk, ErrorMachine.folder = llm, drafter, disk, tmp_path
         ErrorMachine.expected = {
             (i, j): generate(llm, [prompt], params)[0].token_ids

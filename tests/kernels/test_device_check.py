@@ -18,15 +18,11 @@ from kernels_pallas.latent_attention import api as latent_api
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
 from scripts.kernels import device_check
 from scripts.kernels.on_device import checks, engine, lines, torch_peers
+from tests.exhaustive import exhaustive_but
 from tests.on_demand import steps_on_demand
-from tests.unoptimised import UNOPTIMISED, unoptimised_steps
 
 SOON = 1e9
-
-
-@pytest.fixture
-def unoptimised(monkeypatch):
-    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=UNOPTIMISED))
+GROUPS = ("0.6B", "8B", "0.6B, single steps", "8B, single steps")
 
 
 @pytest.fixture
@@ -34,7 +30,6 @@ def run(tmp_path):
     return device_check.Run(tmp_path, is_tiny=True)
 
 
-@pytest.mark.usefixtures("unoptimised")
 def test_every_line_and_every_kind_of_check_runs(run):
     records = list(device_check.records_of("kernels", run, time.time() + SOON))
 
@@ -64,9 +59,9 @@ def test_a_group_whose_time_is_over_names_every_case_and_computes_none(run, monk
     assert all(record["is_left_out"] for record in records)
 
 
-@pytest.mark.parametrize("group", ["0.6B", "8B", "0.6B, single steps", "8B, single steps"])
+@pytest.mark.parametrize("group", exhaustive_but(GROUPS, ("0.6B", "8B, single steps")))
 def test_every_line_of_a_whole_model_runs(group, run):
-    with steps_on_demand(), unoptimised_steps():
+    with steps_on_demand():
         records = list(device_check.records_of(group, run, time.time() + SOON))
 
     names = [f"{r['section']}, {r['case']}" for r in records]
@@ -97,16 +92,12 @@ def test_single_steps_are_single(run, monkeypatch):
 def test_a_request_that_ends_while_it_is_timed_is_an_error(run):
     sizes = engine.TINY._replace(max_tokens=6)
 
-    with (
-        steps_on_demand(),
-        unoptimised_steps(),
-        pytest.raises(RuntimeError, match="raise max_tokens"),
-    ):
+    with steps_on_demand(), pytest.raises(RuntimeError, match="raise max_tokens"):
         list(engine.measure_model("8B", run.checkpoint("8B"), sizes))
 
 
 def test_the_started_process_prints_the_device_at_its_first_token(run, capsys):
-    with steps_on_demand(), unoptimised_steps():
+    with steps_on_demand():
         device_check.work("start", run, 0.0)
 
     assert json.loads(capsys.readouterr().out)["about"]["platform"] == "cpu"
@@ -251,7 +242,6 @@ def test_tiny_figures_are_not_written(capsys):
     assert "leave out --tiny" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("unoptimised")
 def test_a_wrong_kernel_is_told(monkeypatch):
     right = IMPLEMENTATIONS["reference"]
 
@@ -265,7 +255,6 @@ def test_a_wrong_kernel_is_told(monkeypatch):
     assert checks.run_check(name, error_of, "reference")["passes"] is False
 
 
-@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (0.1, False)])
 def test_the_results_that_are_timed_are_right(offset, passes, monkeypatch):
     kernel = IMPLEMENTATIONS["gpu_interpret"]
@@ -283,7 +272,6 @@ def test_the_results_that_are_timed_are_right(offset, passes, monkeypatch):
     assert record["passes"] is passes
 
 
-@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(
     ("table", "error_of"),
     [

@@ -26,6 +26,8 @@ from kernels_pallas.row_products import (
     rows_by_weights,
 )
 
+pytestmark = pytest.mark.bits
+
 GENERATOR = np.random.default_rng(0)
 # Weights large enough to be tried, and small ones.
 WEIGHTS = {"tried": (200, 768), "not tried": (33, 50)}

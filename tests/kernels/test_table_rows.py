@@ -1,6 +1,5 @@
 """Rows of a table that lies turned on a TPU, by its kernel: those of plain indexing, to the bit."""
 
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 
 from kernels_pallas.table_rows import table_rows
 from kernels_pallas.tpu_products import lies_turned
+from tests.on_devices import with_devices
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -60,7 +60,8 @@ print("equal")
 
 
 def test_rows_of_a_table_over_a_mesh():
-    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=flags, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=with_devices(4), capture_output=True, text=True, check=False
+    )
 
     assert done.stdout.endswith("equal\n"), done.stderr

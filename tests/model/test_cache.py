@@ -25,7 +25,6 @@ from jaxinfer.model.cache import (
 from jaxinfer.model.config import uniform_decoder
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.layout import read_pages
-from tests.unoptimised import UNOPTIMISED
 
 K, H, S, P = 2, 16, 16, 3
 SIZES: dict[str, Any] = {
@@ -34,9 +33,9 @@ SIZES: dict[str, Any] = {
 }
 CONFIG = uniform_decoder(**SIZES)
 CACHE = CacheConfig(num_pages=P, page_size=S)
-extract = jax.jit(functools.partial(extract_pages, config=CONFIG), compiler_options=UNOPTIMISED)
-turn = jax.jit(functools.partial(turn_pages, config=CONFIG), compiler_options=UNOPTIMISED)
-insert = jax.jit(functools.partial(insert_pages, config=CONFIG), compiler_options=UNOPTIMISED)
+extract = jax.jit(functools.partial(extract_pages, config=CONFIG))
+turn = jax.jit(functools.partial(turn_pages, config=CONFIG))
+insert = jax.jit(functools.partial(insert_pages, config=CONFIG))
 
 
 @functools.partial(jax.jit, static_argnames="has_keys")

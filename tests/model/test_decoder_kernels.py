@@ -58,7 +58,7 @@ def test_the_kernels_give_the_logits_of_the_reference(model, device, name):
     (steps, shape, q_len), config = RUNS[name], CONFIGS[model]
     sequences = list(np.random.default_rng(0).integers(0, config.vocab_size, (3, 24), dtype=np.int32))
     shapes = {"config": config, "shape": shape, "q_len": q_len}
-    run = functools.partial(replay, lively_params(config), sequences, steps, **shapes, is_exact=False)
+    run = functools.partial(replay, lively_params(config), sequences, steps, **shapes)
 
     expected = run(implementation="reference")
     actual = run(implementation=f"{device}_interpret", layout=device)

@@ -20,7 +20,10 @@ from jaxinfer.model.quantized_params import quantize_params
 from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 from tests.replay import lively_params, replay
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
+pytestmark = [
+    pytest.mark.bits,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU"),
+]
 
 LENGTH = 128
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")
@@ -46,7 +49,10 @@ LAYOUTS = {
 def model(layout):
     """A random model with 16 sequences, and the logits of the first computed alone, all at once."""
     sizes, page_size, switches = LAYOUTS[layout]
-    config = uniform_decoder(**dict(zip(SIZES, sizes, strict=True)), num_layers=2, max_position=LENGTH, **switches)
+    # A second layer would be compiled as the first; the main sizes show that layers after one another keep the bits.
+    num_layers = 2 if sizes == MAIN else 1
+    sizes_by_name = dict(zip(SIZES, sizes, strict=True))
+    config = uniform_decoder(**sizes_by_name, num_layers=num_layers, max_position=LENGTH, **switches)
     if layout.endswith("experts"):
         experts = MoE(num_experts=4, expert=MLP(intermediate_size=sizes[4]), router=Router(num_chosen=2))
         layers = tuple(dataclasses.replace(layer, feed_forward=experts) for layer in config.groups[0].layers)
@@ -123,11 +129,11 @@ def test_logits_are_the_same_bits_decoding_with_one_query_per_key_head(num_rows)
 
 
 MANY_PAGES = 150  # tokens: more than one page of any size
-SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 101, "num_layers": 2}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 101, "num_layers": 1}
 
 
 def check_model(head_dim, group, page_size, num_drafts):
-    """Judges a random model of two layers, its first sequence in any chunks, beside 40 others and verified."""
+    """Judges a random model of one layer, its first sequence in any chunks, beside 40 others and verified."""
     heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
     config = uniform_decoder(**SMALL, **heads, max_position=MANY_PAGES)
     sequences = np.random.default_rng(1).integers(0, config.vocab_size, (41, MANY_PAGES), dtype=np.int32)
@@ -149,7 +155,7 @@ def check_model(head_dim, group, page_size, num_drafts):
         check([[(1, count), (0, count + 1)]] * (MANY_PAGES // (count + 1)), (2 * count + 2, 2), count + 1)
 
 
-@pytest.mark.parametrize(("head_dim", "group", "page_size"), SOME_HEADS_AND_PAGES[1::6])
+@pytest.mark.parametrize(("head_dim", "group", "page_size"), SOME_HEADS_AND_PAGES[1:2])
 def test_logits_are_the_same_bits_for_heads_and_pages_of_many_sizes(head_dim, group, page_size):
     check_model(head_dim, group, page_size, num_drafts=(4,))
 

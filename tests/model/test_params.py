@@ -17,7 +17,6 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import LayerGroup, uniform_decoder
 from jaxinfer.model.params import TensorSpec, abstract_params, declare, fit_params, init_params, over_mesh, shardings
-from tests.unoptimised import UNOPTIMISED
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -114,7 +113,7 @@ def test_a_random_start_has_the_declared_scales_and_no_tensor_twice():
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"), 16)
     config = uniform_decoder(**sizes, num_layers=2, head_dim=16, max_position=64, has_qkv_bias=True)
 
-    init = jax.jit(init_params, static_argnames="config", compiler_options=UNOPTIMISED)
+    init = jax.jit(init_params, static_argnames="config")
     leaves = jax.tree.leaves(init(jax.random.key(0), config))
 
     for spec, leaf in zip(specs(config), leaves, strict=True):

@@ -52,7 +52,6 @@ from jaxinfer.steps.options import StepOptions
 from kernels_pallas import row_products
 from tests.engine.probe import runner_of, warm_up_of
 from tests.on_demand import clear_compiled, steps_on_demand
-from tests.unoptimised import unoptimised_steps
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -80,7 +79,7 @@ def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: A
     own = {name: options.pop(name) for name in ("speculation", "devices", "logits_processors") if name in options}
     # Adaptive drafts depend on the clock.
     config = EngineConfig(parallelism=parallelism, adaptive_drafts=False, **{**SIZES, **options})
-    with unoptimised_steps(), steps_on_demand():
+    with steps_on_demand():
         return LLM(checkpoint, config=config, **own)
 
 
@@ -327,7 +326,7 @@ def failing_replica(checkpoint: str) -> dict[str, Any]:
 
     async def fail() -> list[Any]:
         config = EngineConfig(parallelism=Parallelism(replicas=2), **SIZES)
-        with unoptimised_steps(), steps_on_demand():
+        with steps_on_demand():
             llm = AsyncLLM(checkpoint, config=config)
         broken = llm._engine._runners[1]
 

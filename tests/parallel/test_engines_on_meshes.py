@@ -13,11 +13,12 @@ import pytest
 
 from tests.checkpoint.packing import WRITERS
 from tests.engine.exactness.test_families import OVERRIDES
+from tests.exhaustive import exhaustive_but
 from tests.on_devices import ROOT, run_on_devices
 from tests.oracles import save_random_checkpoint
 
 NUM_DEVICES = 4  # of every process that needs no more: then processes share compiled steps on disk
-TWO_LAYERS = {"num_hidden_layers": 2}
+ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
 EXPERTS = {"num_local_experts": 4}
 # One KV head and an odd vocabulary: devices share neither without copies and padding.
 ODD = {"num_key_value_heads": 1, "vocab_size": 97}
@@ -26,9 +27,9 @@ STATES_AND_ATTENTION = {"layer_types": ["linear_attention", "full_attention"], *
 # The family, changes to it, its devices by tensor and by experts, and settings of its engine.
 CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "llama with n-grams": ("llama", TWO_LAYERS, 2, 1, ("speculation=ngram", "max_drafts=3")),
-    "llama over four in loops": ("llama", {"vocab_size": 97, **TWO_LAYERS}, 4, 1, ("decode_loop_steps=3",)),
+    "llama over four in loops": ("llama", {"vocab_size": 97, **ONE_LAYER}, 4, 1, ("decode_loop_steps=3",)),
     "qwen 2.5 over eight": ("qwen2", {"num_attention_heads": 8, **TWO_LAYERS, **ODD}, 8, 1, ()),
-    "llama with adapters": ("llama", {**TWO_LAYERS, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
+    "llama with adapters": ("llama", {**ONE_LAYER, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
     "gemma 3 in int8": ("gemma3_text", {**WINDOW_AND_NONE, **ODD}, 4, 1, ("quantization=int8",)),
     # All eight share the heads, with copies of both KV heads, and two of them each expert.
     "gpt-oss over eight": ("gpt_oss", {"num_attention_heads": 8, "vocab_size": 97, **TWO_LAYERS, **EXPERTS}, 2, 4, ()),
@@ -37,6 +38,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "granite hybrid": ("granitemoehybrid", {**STATES_AND_ATTENTION, **EXPERTS}, 1, 4, ()),
     "qwen3-next": ("qwen3_next", STATES_AND_ATTENTION, 2, 2, ()),
 }
+# Every run also has drafts of devices on a mesh below, eight devices with copies of heads in gpt-oss, and the logits of
+# states and gated delta nets on a mesh in `tests/steps/test_mesh_steps.py`.
+IN_EVERY_RUN = ("llama over four in loops", "llama with adapters", "gemma 3 in int8", "gpt-oss over eight", "deepseek")
 
 
 # One family for each kind of mixer, and its devices by tensor and by experts.
@@ -55,7 +59,7 @@ def run_program(num_devices: int, *arguments: str) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", exhaustive_but(CASES, IN_EVERY_RUN))
 def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in_any_batch(case, tmp_path):
     family, changes, tensor, experts, settings = CASES[case]
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
@@ -130,7 +134,7 @@ def test_a_mesh_answers_requests_of_all_kinds_as_one_device_does(tmp_path):
 
 
 def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS, **ODD)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ONE_LAYER, **ODD)
 
     results = run_program(NUM_DEVICES, "branches", str(checkpoint), str(tmp_path))
 
@@ -143,9 +147,9 @@ def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
     assert min(results["computed"]["another order"], results["computed"]["one device"]) > 37
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", exhaustive_but([1, 2], [2]))
 def test_two_replicas_give_the_bits_of_one_engine_together_and_apart(tensor, tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ONE_LAYER)
 
     results = run_program(NUM_DEVICES, "replicas", str(checkpoint), str(tensor))
 
@@ -172,7 +176,7 @@ def test_states_windows_and_rounded_caches_are_handed_over_and_damage_is_mended(
 
 
 def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ONE_LAYER)
 
     results = run_program(NUM_DEVICES, "replica verbs", str(checkpoint), str(tmp_path))
 
@@ -181,7 +185,7 @@ def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
 
 
 def test_a_replica_that_fails_ends_every_request_with_its_error(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ONE_LAYER)
 
     errors = run_program(NUM_DEVICES, "failing replica", str(checkpoint))["errors"]
 
@@ -190,7 +194,7 @@ def test_a_replica_that_fails_ends_every_request_with_its_error(tmp_path):
 
 
 def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ONE_LAYER)
 
     results = run_program(NUM_DEVICES, "warm start", str(checkpoint), str(tmp_path / "steps"))
 
@@ -211,7 +215,7 @@ def test_pages_on_disk_are_found_by_the_same_mesh_alone(tmp_path):
 
 
 def test_products_by_split_weights_have_one_number_of_rows(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **TWO_LAYERS)
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ONE_LAYER)
 
     results = run_program(NUM_DEVICES, "tried products", str(checkpoint))
 

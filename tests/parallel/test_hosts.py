@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from jaxinfer.engine.assembly import given_facts, refuse_over_processes
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE
 from tests.checkpoint.packing import WRITERS
-from tests.on_devices import ONE_THREAD_EACH, ROOT
+from tests.on_devices import ROOT, with_devices
 from tests.oracles import save_random_checkpoint
 from tests.parallel.engine_program import save_adapter
 
@@ -50,10 +49,11 @@ def start_command(num_processes: int, *arguments: str) -> list[subprocess.Popen]
 
 def start_all(modules: list[list[str]]) -> list[subprocess.Popen]:
     """Starts modules of Python with their arguments."""
-    devices = f"--xla_force_host_platform_device_count={4 // len(modules)}"
-    environment = os.environ | {"XLA_FLAGS": f"{devices} {ONE_THREAD_EACH}", "JAX_PLATFORMS": "cpu"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen([sys.executable, "-m", *own], cwd=ROOT, env=environment, **pipes) for own in modules]
+    return [
+        subprocess.Popen([sys.executable, "-m", *own], cwd=ROOT, env=with_devices(4 // len(modules)), **pipes)
+        for own in modules
+    ]
 
 
 def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:

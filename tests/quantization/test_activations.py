@@ -15,7 +15,6 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from jaxinfer.quantization.activations import Activations, round_rows, rounded_product
 from kernels_pallas.row_products import integers_by_integers
 
-pytestmark = pytest.mark.quick
 SCALE, ZERO = np.float32(0.05), 7
 EVERY = [Activations(is_dynamic, is_symmetric) for is_dynamic in (True, False) for is_symmetric in (True, False)]
 

@@ -5,7 +5,7 @@ import openai
 import pytest
 
 from jaxinfer.serve.batches.file_store import FileStore
-from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
+from tests.engine.engines import save_small_checkpoint, small_async_engine, small_engine
 from tests.serve.servers import WAIT, serving, until
 
 LIMITS = {"max_prompt_log_probs": 3, "sampling_log_probs": True}
@@ -18,13 +18,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm(checkpoint):
-    return quick_engine(checkpoint, **LIMITS)
+    return small_engine(checkpoint, **LIMITS)
 
 
 @pytest.fixture(scope="session")
 def address(checkpoint, tmp_path_factory):
     store = FileStore(tmp_path_factory.mktemp("files"), max_file_bytes=2**20)
-    with serving(quick_async_engine(checkpoint, **LIMITS), store=store) as (_, address):
+    with serving(small_async_engine(checkpoint, **LIMITS), store=store) as (_, address):
         yield address
 
 
@@ -55,6 +55,6 @@ def stays_idle(http):
 @pytest.fixture
 def served(checkpoint):
     """A server of its own, and its engine."""
-    llm = quick_async_engine(checkpoint, max_waiting=2)
+    llm = small_async_engine(checkpoint, max_waiting=2)
     with serving(llm, max_body_bytes=10_000) as (server, address), httpx.Client(base_url=address, timeout=WAIT) as http:
         yield llm, server, http

@@ -15,7 +15,7 @@ import pytest
 from jaxinfer.engine.fair_threads import FairThreads
 from jaxinfer.serve.access import Client, read_clients
 from jaxinfer.serve.batches.file_store import FileStore
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import (
     LONG,
     NAME,
@@ -32,7 +32,7 @@ from tests.serve.servers import (
 def test_a_page_of_a_named_origin_may_call_and_reads_refusals(checkpoint, tmp_path):
     (tmp_path / "keys").write_text(json.dumps({"key": ANN}))
     origin = "http://page.example"
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     with serving(llm, cors_origins=[origin], clients=read_clients(tmp_path / "keys")) as (_, address):
         asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         assert httpx.options(f"{address}/v1/completions", headers=asked).status_code == 200
@@ -55,7 +55,7 @@ def test_a_server_for_this_machine_is_called_by_no_other_name(served, host, stat
 @pytest.mark.parametrize(("hosts", "status"), [([], 200), (["other.example"], 400), (["*"], 200)])
 def test_a_server_with_keys_is_called_by_any_name_unless_some_are_given(checkpoint, tmp_path, hosts, status):
     (tmp_path / "keys").write_text(json.dumps({"key": ANN}))
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     with serving(llm, clients=read_clients(tmp_path / "keys"), allowed_hosts=hosts) as (_, address):
         headers = {"Host": "proxy.example", **with_key(ANN)}
         assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
@@ -66,7 +66,7 @@ def test_other_origins_may_not_call_unless_they_are_named(served, checkpoint):
     asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in http.options("/v1/completions", headers=asked).headers
 
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     with serving(llm, cors_origins=["http://page.example"]) as (_, address):
         answer = httpx.options(f"{address}/v1/completions", headers=asked)
         assert answer.headers["access-control-allow-origin"] == "http://page.example"
@@ -75,7 +75,7 @@ def test_other_origins_may_not_call_unless_they_are_named(served, checkpoint):
 
 
 def test_each_address_of_this_machine_is_guarded_and_is_called_by_itself(checkpoint):
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     with serving(llm, host="127.0.0.2", allowed_hosts=[]) as (_, address):
         address = address.replace("127.0.0.1", "127.0.0.2")
         statuses = {
@@ -121,7 +121,7 @@ def test_a_page_of_another_origin_may_ask_for_what_changes_nothing(checkpoint_se
 def test_any_origin_may_call_a_server_with_keys_or_for_all_origins(guarded, checkpoint):
     _, http = guarded
     assert http.post("/v1/completions", json=SHORT, headers={**FOREIGN, **with_key(ANN)}).status_code == 200
-    with serving(quick_async_engine(checkpoint), cors_origins=["*"]) as (_, address):
+    with serving(small_async_engine(checkpoint), cors_origins=["*"]) as (_, address):
         assert httpx.post(f"{address}/v1/completions", json=SHORT, headers=FOREIGN, timeout=WAIT).status_code == 200
 
 
@@ -129,7 +129,7 @@ def test_any_origin_may_call_a_server_with_keys_or_for_all_origins(guarded, chec
 def checkpoint_server(checkpoint, tmp_path_factory):
     """A server that keeps files, without keys, for the pages of one other origin."""
     store = FileStore(tmp_path_factory.mktemp("files") / "store", max_file_bytes=2**20)
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     of_one_origin = serving(llm, store=store, cors_origins=["http://page.example"])
     with of_one_origin as (_, address), httpx.Client(base_url=address, timeout=WAIT) as http:
         yield http
@@ -184,7 +184,7 @@ def guarded(checkpoint, tmp_path_factory):
         {"key": SLOW, "tenant": "slow", "max_in_flight": 1},
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     CLIENTS[:] = read_clients(path)
     serving_clients = serving(llm, clients=CLIENTS)
     with serving_clients as (_, address), httpx.Client(base_url=address, timeout=WAIT) as http:
@@ -347,7 +347,7 @@ def test_a_file_of_keys_that_is_no_utf_8_is_refused_by_its_name(tmp_path):
 def test_metrics_are_for_keys_that_may_read_them(checkpoint, tmp_path):
     lines: list[dict[str, Any]] = [{"key": ANN, "tenant": "ann"}, {"key": BOB, "tenant": "bob", "metrics": True}]
     (tmp_path / "keys").write_text("\n".join(map(json.dumps, lines)))
-    with serving(quick_async_engine(checkpoint), clients=read_clients(tmp_path / "keys")) as (_, address):
+    with serving(small_async_engine(checkpoint), clients=read_clients(tmp_path / "keys")) as (_, address):
         refused = httpx.get(f"{address}/metrics", headers=with_key(ANN))
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "metrics_not_allowed")
         assert httpx.get(f"{address}/metrics", headers=with_key(BOB)).status_code == 200

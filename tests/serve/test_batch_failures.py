@@ -22,7 +22,7 @@ from jaxinfer.serve.batches import batches as batches_module
 from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore, Objects
 from jaxinfer.serve.state import ServerState
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import NAME, until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -43,7 +43,7 @@ LINES = b"".join(
 
 @pytest.fixture(scope="module")
 def async_llm(checkpoint):
-    return quick_async_engine(checkpoint)
+    return small_async_engine(checkpoint)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.serve.access import Client, read_clients
 from jaxinfer.serve.batches import batches, engine, file_store
 from jaxinfer.serve.batches.file_store import FileStore
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import NAME, WAIT, server_process, serving, until
 from tests.serve.test_server import held
 
@@ -63,7 +63,7 @@ def records(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 def with_files(
     checkpoint: Any, folder: Any, *, max_file_bytes: int = 2**16, clients: Sequence[Client] = (), **config: Any
 ) -> Iterator[tuple[Any, str]]:
-    llm = quick_async_engine(checkpoint, **config)
+    llm = small_async_engine(checkpoint, **config)
     store = FileStore(folder / "files", max_file_bytes=max_file_bytes)
     with serving(llm, store=store, clients=clients) as (_, address):
         yield llm, address
@@ -396,7 +396,7 @@ def test_the_oldest_batches_are_forgotten(checkpoint, tmp_path, monkeypatch):
 
 
 def test_without_a_folder_the_routes_name_the_option(checkpoint):
-    with serving(quick_async_engine(checkpoint)) as (_, address), httpx.Client(base_url=address) as http:
+    with serving(small_async_engine(checkpoint)) as (_, address), httpx.Client(base_url=address) as http:
         for answer in (http.get("/v1/files"), http.get("/v1/batches/a"), http.post("/v1/files")):
             assert answer.status_code == 404
             assert "--files" in answer.json()["error"]["message"]

@@ -14,7 +14,7 @@ import pytest
 
 from jaxinfer.serve import bodies
 from jaxinfer.serve.access import read_clients
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import NAME, SHORT, WAIT, serving, until, with_key
 
 ANN, BOB, CAT = (f"key-of-{name}-0123456789" for name in ("ann", "bob", "cat"))
@@ -28,7 +28,7 @@ def guarded(checkpoint: Any, folder: Any) -> Iterator[str]:
     keys = [{"key": key} for key in (ANN, BOB, CAT)]
     (folder / "keys").write_text("\n".join(map(json.dumps, keys)))
     clients = read_clients(folder / "keys")
-    with serving(quick_async_engine(checkpoint), clients=clients, max_body_bytes=MAX_BYTES) as (_, address):
+    with serving(small_async_engine(checkpoint), clients=clients, max_body_bytes=MAX_BYTES) as (_, address):
         yield address
 
 

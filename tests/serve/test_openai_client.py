@@ -16,7 +16,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.openai import answers, reading
 from jaxinfer.openai.errors import refused_body
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import NAME, TEMPLATE, serving
 
 pytestmark = pytest.mark.usefixtures("stays_idle")
@@ -336,7 +336,7 @@ def test_tools_of_a_conversation_are_tokenized_with_it(checkpoint, tmp_path):
     template = TEMPLATE + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
     tools = [{"type": "function", "function": {"name": "f"}}]
     with (
-        serving(quick_async_engine(checkpoint), chat_template=template) as (_, address),
+        serving(small_async_engine(checkpoint), chat_template=template) as (_, address),
         httpx.Client(base_url=address, timeout=100) as http,
     ):
         bare, shown = (

@@ -12,7 +12,7 @@ from playwright.sync_api import sync_playwright
 
 from jaxinfer.serve.access import Client
 from jaxinfer.serve.static_page import PATHS
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -30,7 +30,7 @@ def chromium():
 @pytest.fixture(scope="module")
 def address_with_keys(chromium, checkpoint):
     client = Client(digest=sha256(KEY.encode()).digest(), tenant="ann")
-    with serving(quick_async_engine(checkpoint), clients=[client]) as (_, address):
+    with serving(small_async_engine(checkpoint), clients=[client]) as (_, address):
         yield address
 
 

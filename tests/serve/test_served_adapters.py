@@ -13,7 +13,7 @@ import pytest
 from jaxinfer.batch_job import run_batch
 from jaxinfer.config import SamplingParams
 from tests.adapters import save_adapter
-from tests.engine.engines import quick_async_engine, quick_engine
+from tests.engine.engines import small_async_engine, small_engine
 from tests.serve.servers import serving
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -29,7 +29,7 @@ def folders(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(checkpoint, folders):
-    llm = quick_engine(checkpoint, **SLOTS)
+    llm = small_engine(checkpoint, **SLOTS)
     for name, folder in folders.items():
         llm.load_adapter(name, folder)
     return llm
@@ -48,7 +48,7 @@ def expected(adapted):
 
 @pytest.fixture(scope="module")
 def address(checkpoint, folders):
-    llm = quick_async_engine(checkpoint, **SLOTS)
+    llm = small_async_engine(checkpoint, **SLOTS)
 
     async def load():
         for name, folder in folders.items():
@@ -124,7 +124,7 @@ def test_another_adapter_of_the_same_name_does_not_go_on_with_a_job(checkpoint, 
     (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": "a", "prompt": [5], "adapter": "a", "max_tokens": 2}))
     files = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     run_batch(adapted, *files, show_progress=False)
-    other = quick_engine(checkpoint, **SLOTS)
+    other = small_engine(checkpoint, **SLOTS)
     other.load_adapter("a", folders["b"])
     other.load_adapter("b", folders["a"])
 

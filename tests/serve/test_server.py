@@ -22,7 +22,7 @@ from jaxinfer.cli.main import main
 from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.serve import server as server_module
 from jaxinfer.serve import streams
-from tests.engine.engines import quick_async_engine
+from tests.engine.engines import small_async_engine
 from tests.serve.servers import (
     LONG,
     NAME,
@@ -109,7 +109,7 @@ def test_an_upload_that_goes_on_has_its_time(served, monkeypatch):
 
 def test_a_client_that_takes_nothing_loses_its_connection_and_no_other_does(checkpoint, monkeypatch):
     monkeypatch.setattr(server_module, "STALL_SECONDS", 0.2)
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     with serving(llm) as (_, address), httpx.Client(base_url=address, timeout=WAIT) as http:
         # Its answer is larger than the buffers of both sockets.
         body = {**LONG, "prompt": [[5, 6]] * 2048, "max_tokens": 60, "stream": True, "logprobs": 4}
@@ -214,7 +214,7 @@ def test_a_client_with_connection_close_that_takes_nothing_is_let_go(checkpoint,
         "connection_made",
         lambda self, transport: (open_connections.append(transport), made(self, small_buffered(transport))),
     )
-    with serving(quick_async_engine(checkpoint)) as (_, address):
+    with serving(small_async_engine(checkpoint)) as (_, address):
         place = httpx.URL(address)
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
@@ -382,7 +382,7 @@ def test_while_it_drains_running_requests_end_and_new_ones_are_refused(served):
 
 
 def test_what_is_unfinished_after_the_drain_ends_with_its_tokens_so_far(checkpoint):
-    llm = quick_async_engine(checkpoint)
+    llm = small_async_engine(checkpoint)
     with serving(llm, drain_seconds=0.0) as (server, address), httpx.Client(base_url=address, timeout=WAIT) as http:
         body = {**LONG, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:

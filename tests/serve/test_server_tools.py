@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from jaxinfer.config import SamplingParams
-from tests.engine.engines import quick_async_engine, quick_engine
+from tests.engine.engines import small_async_engine, small_engine
 from tests.serve.servers import NAME, TEMPLATE, serving
 from tests.text.answers.answer_texts import TOOL_STYLES
 from tests.text.answers.checkpoints import bias_to_end, save_checkpoint_with_marks
@@ -37,13 +37,13 @@ def marked(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(marked):
-    return quick_engine(marked, max_model_len=256)
+    return small_engine(marked, max_model_len=256)
 
 
 @pytest.fixture(scope="module")
 def client(marked):
     with (
-        serving(quick_async_engine(marked, max_model_len=256), allows_chat_templates=True) as (_, address),
+        serving(small_async_engine(marked, max_model_len=256), allows_chat_templates=True) as (_, address),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

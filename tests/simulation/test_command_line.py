@@ -13,7 +13,6 @@ from jaxinfer.cli.main import main
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.simulation.step_times import FEATURES
 from tests.engine.engines import save_small_checkpoint
-from tests.unoptimised import unoptimised_steps
 
 ENGINE = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "96", "--page-size", "16"]
 
@@ -33,8 +32,7 @@ def run(folder, command, *options):
 
 def run_trace(folder, command, trace, *options):
     arguments = [command, str(trace), "--model", str(folder / "model"), "--quiet", *ENGINE, *options]
-    with unoptimised_steps():
-        return main(arguments)
+    return main(arguments)
 
 
 def test_a_trace_is_replayed_and_simulated(folder, capsys):

@@ -19,7 +19,7 @@ from jaxinfer.simulation.real_engine import RealEngine, rehearse
 from jaxinfer.simulation.simulated_engine import load_simulated_engine
 from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times, measured_steps
 from jaxinfer.simulation.trace import MAX_LEN, TracedRequest
-from tests.engine.engines import SMALL, quick_engine, save_small_checkpoint
+from tests.engine.engines import SMALL, save_small_checkpoint, small_engine
 
 CONFIG = {**SMALL, "max_model_len": 256, "num_pages": 20}
 # One second a step of decoding, ten of any other, whatever is in it.
@@ -138,7 +138,7 @@ def test_a_rehearsal_has_the_largest_prefill_and_every_size_of_decode_steps(chec
 def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
     rng = np.random.default_rng(seed)
     trace = [request(0.0, *rng.integers(1, 100, 2).tolist(), int(rng.integers(0, 3))) for _ in range(30)]
-    llm = quick_engine(checkpoint, **CONFIG)
+    llm = small_engine(checkpoint, **CONFIG)
     real, steps = RealEngine(llm), measured_steps(llm)
 
     replayed = drive(trace, real)

@@ -29,7 +29,6 @@ from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
 from jaxinfer.steps.options import StepOptions
 from tests.replay import deal_pages, nan_cache
-from tests.unoptimised import unoptimised_copy
 
 PAGE_SIZE, TABLE_WIDTH = 16, 2
 FIRST_CHUNK = 5  # tokens of each sequence
@@ -39,8 +38,7 @@ def main(checkpoint: str, sequences_file: str, results_file: str, way: str) -> N
     config, sequences = read_config(checkpoint), json.loads(Path(sequences_file).read_text())
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("experts", "model"))
     placement = shardings(config, mesh)
-    compiled = unoptimised_copy(steps)
-    run = functools.partial(run_steps, compiled=compiled, config=config, sequences=sequences)
+    run = functools.partial(run_steps, config=config, sequences=sequences)
     if way == "plain":
         results = run(load_params(checkpoint, config, "float32", placement=placement), mesh=mesh)
     else:
@@ -70,7 +68,7 @@ def take_products_of_a_tpu() -> None:
     jax.clear_caches()
 
 
-def run_steps(params: Params, *, compiled: Any, config: Any, sequences: list[list[int]], mesh: Any) -> np.ndarray:
+def run_steps(params: Params, *, config: Any, sequences: list[list[int]], mesh: Any) -> np.ndarray:
     """Returns the log-probabilities f32[3, B, V] of the steps."""
     B, V, longest = len(sequences), config.vocab_size, max(map(len, sequences))
     pages = deal_pages(B, TABLE_WIDTH)
@@ -91,12 +89,12 @@ def run_steps(params: Params, *, compiled: Any, config: Any, sequences: list[lis
 
     lengths = [len(ids) for ids in sequences]
     firsts, prompts = [FIRST_CHUNK] * B, [n - 2 for n in lengths]
-    _, cache = run(compiled.prefill_step, [0] * B, firsts, B * longest)
+    _, cache = run(steps.prefill_step, [0] * B, firsts, B * longest)
     results = []
     for step, starts, ends, num_tokens in (
-        (compiled.prefill_step, firsts, prompts, B * longest),
-        (compiled.decode_step, prompts, [n - 1 for n in lengths], B),
-        (compiled.decode_step, [n - 1 for n in lengths], lengths, B),
+        (steps.prefill_step, firsts, prompts, B * longest),
+        (steps.decode_step, prompts, [n - 1 for n in lengths], B),
+        (steps.decode_step, [n - 1 for n in lengths], lengths, B),
     ):
         log_probs, cache = run(step, starts, ends, num_tokens)
         results.append(log_probs)

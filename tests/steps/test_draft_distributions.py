@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,9 +21,9 @@ from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states, parents_of_paths
 from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import decode_step, draft_step, verify_step
-from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
+from tests.exhaustive import exhaustive_but
+from tests.replay import SMALL_SIZES, all_logits, lively_params, nan_cache
 from tests.steps.test_eagle import eagle_head
-from tests.unoptimised import UNOPTIMISED
 
 TINY_SIZES: dict[str, Any] = SMALL_SIZES | {"vocab_size": 8, "num_layers": 2, "layer_groups": (1, 1)}
 TINY = uniform_decoder(**TINY_SIZES)
@@ -37,13 +39,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.2},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2},
 }
-quickly = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
-decode = quickly(functools.partial(decode_step, options=StepOptions(config=TINY)))
-verify = quickly(verify_step, static_argnames="options")
-from_heads = quickly(draft_from_states, static_argnames="paths")
+decode = jax.jit(functools.partial(decode_step, options=StepOptions(config=TINY)))
+verify = jax.jit(verify_step, static_argnames="options")
+from_heads = jax.jit(draft_from_states, static_argnames="paths")
 FIRST_SIZES: dict[str, Any] = TINY_SIZES | {"num_layers": 1, "layer_groups": (1,)}
 FIRST_LAYER = uniform_decoder(**FIRST_SIZES)
-from_exit = quickly(functools.partial(draft_step, options=StepOptions(config=FIRST_LAYER, max_drafts=NUM_DRAFTS)))
+from_exit = jax.jit(functools.partial(draft_step, options=StepOptions(config=FIRST_LAYER, max_drafts=NUM_DRAFTS)))
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def logits_after(context):
     """The logits of the token after a context, f64[V]."""
     batch = make_batch([Row(context, 0, [0])], page_size=16, num_tokens=8, num_rows=2, table_width=1)
     cache = nan_cache(TINY, CacheConfig(num_pages=1, page_size=16))
-    return np.asarray(all_logits_unoptimised(params(), cache, batch, config=TINY)[0], np.float64)[len(context) - 1]
+    return np.asarray(all_logits(params(), cache, batch, config=TINY)[0], np.float64)[len(context) - 1]
 
 
 def probabilities(context, fields):
@@ -122,6 +123,16 @@ DRAFTERS = {
 TREE_DRAFTERS = {"the same tree": fixed_trees, "medusa tree": medusa_drafts, "eagle tree": eagle_drafts}
 
 
+def cases_of(drafters: Iterable[str]) -> list[Any]:
+    """Drafters with kinds of requests: in every run the first with all kinds, and the others with two of them.
+
+    Verification knows a drafter by its probabilities alone.
+    """
+    first, *others = drafters
+    chosen = [*((first, kind) for kind in KINDS), *((name, kind) for name in others for kind in ("top_p", "penalties"))]
+    return exhaustive_but(itertools.product([first, *others], KINDS), chosen)
+
+
 def draw_many(fields, drafter, paths=CHAIN, **tree):
     """For many seeds the token after CONTEXT, by decoding, and what verification of the drafts after it emits.
 
@@ -167,14 +178,12 @@ def assert_emitted_by_the_target(tokens, counts, fields):
     assert_drawn_from(third[:, 2], probabilities([*CONTEXT, most // V, most % V], fields))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("drafter", "kind"), cases_of(DRAFTERS))
 def test_emitted_tokens_have_the_distribution_of_the_target(drafter, kind):
     assert_emitted_by_the_target(*draw_many(KINDS[kind], DRAFTERS[drafter]), KINDS[kind])
 
 
-@pytest.mark.parametrize("drafter", TREE_DRAFTERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("drafter", "kind"), cases_of(TREE_DRAFTERS))
 def test_what_trees_emit_has_the_distribution_of_the_target(drafter, kind):
     make = functools.partial(TREE_DRAFTERS[drafter], paths=TREE)
     parents = np.tile(np.array([-1, *(1 + parent for parent in parents_of_paths(TREE))], np.int32), MANY)

@@ -19,11 +19,10 @@ from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import draft_from_states
 from tests.replay import SMALL_MODEL, lively_params
-from tests.unoptimised import UNOPTIMISED
 
 W, DEPTH = 4, 3
 PATHS = ((0,), (1,), (0, 0), (0, 0, 0), (0, 1), (2,))
-draft = jax.jit(functools.partial(draft_from_states, paths=PATHS), compiler_options=UNOPTIMISED)
+draft = jax.jit(functools.partial(draft_from_states, paths=PATHS))
 H, THETA, EPSILON = 6, 10_000.0, 1e-3
 CONFIG = uniform_decoder(
     vocab_size=SMALL_MODEL.vocab_size,

@@ -17,7 +17,6 @@ from tests.exhaustive import exhaustive_but
 from tests.on_demand import steps_on_demand
 from tests.on_devices import run_on_devices
 from tests.oracles import load_reference, save_random_checkpoint
-from tests.unoptimised import UNOPTIMISED
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are promised on CPU")
 
@@ -82,7 +81,7 @@ def test_the_gradient_is_that_of_torch(family, checkpoints, tmp_path):
     expected = expected_log_probs.gather(-1, inputs[:, 1:, None]).mean()
     expected.backward()
 
-    step = jax.jit(jax.value_and_grad(mean_log_prob), static_argnums=2, compiler_options=UNOPTIMISED)
+    step = jax.jit(jax.value_and_grad(mean_log_prob), static_argnums=2)
     value, gradient = step(params, tokens, config)
 
     assert abs(value - expected.item()) < 1e-5 * abs(expected.item())
@@ -161,14 +160,13 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jaxinfer import load_checkpoint, log_probs
 from jaxinfer.model.params import shardings
-from tests.unoptimised import UNOPTIMISED
 params, config = load_checkpoint(sys.argv[1], "float32")
 mesh = jax.sharding.Mesh(np.array(jax.devices()), (sys.argv[2],))
 tokens = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
 def loss(params, mesh):
     values = log_probs(params, tokens, config=config, page_size=16, mesh=mesh)
     return values.mean(), values
-grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1, compiler_options=UNOPTIMISED)
+grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
 one, split = grad(params, None), grad(jax.device_put(params, shardings(config, mesh)), mesh)
 def error(a, b):
     a, b = np.asarray(a), np.asarray(b)

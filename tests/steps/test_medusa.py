@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from jaxinfer.sampling.sample import best_tokens, perturb, sample
 from jaxinfer.steps.eagle import EAGLE_TREE
 from jaxinfer.steps.medusa import MEDUSA_TREE, MedusaHeads, chain_of, draft_from_states, parents_of_paths
 from tests.replay import SMALL_MODEL, lively_params
-from tests.unoptimised import UNOPTIMISED
 
 CONFIG = SMALL_MODEL
 ASSETS = Path(jaxinfer.__file__).parent / "assets"
@@ -49,7 +47,7 @@ def case():
 
 
 CHAIN = chain_of(K)
-run = jax.jit(draft_from_states, static_argnames="paths", compiler_options=UNOPTIMISED)
+run = jax.jit(draft_from_states, static_argnames="paths")
 
 
 def draft(case, sampling, positions, paths=CHAIN):
@@ -81,7 +79,7 @@ def test_the_tree_of_greedy_heads_has_the_most_probable_tokens_of_their_formula_
         np.testing.assert_array_equal(drafts[:, i], best[:, len(path) - 1, path[-1]])
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@jax.jit
 def rank(logits, sampling, positions):
     best = best_tokens(logits, sampling, positions, 2)
     return best, sample(logits, sampling, positions), perturb(logits, sampling, positions)

@@ -12,13 +12,10 @@ from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
-from jaxinfer.steps import steps
 from jaxinfer.steps.options import StepOptions
-from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
-from tests.unoptimised import unoptimised_copy
+from jaxinfer.steps.steps import decode_loop, decode_step
+from tests.replay import SMALL_SIZES, all_logits, lively_params, nan_cache
 
-STEPS = unoptimised_copy(steps)
-decode_step, decode_loop = STEPS.decode_step, STEPS.decode_loop
 CONFIG = uniform_decoder(**SMALL_SIZES | {"num_layers": 2, "layer_groups": (1, 1)})
 CACHE = CacheConfig(num_pages=10, page_size=16)
 PROMPTS = (list(range(5, 25)), list(range(40, 54)), [3])
@@ -50,7 +47,7 @@ def params():
 def prefilled():
     """A cache of all tokens but the last of each prompt."""
     rows = [Row(prompt[:-1] or prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
-    return all_logits_unoptimised(params(), nan_cache(CONFIG, CACHE), layout(rows, 40), config=CONFIG)[1]
+    return all_logits(params(), nan_cache(CONFIG, CACHE), layout(rows, 40), config=CONFIG)[1]
 
 
 def decode_batch(contexts):

@@ -17,13 +17,10 @@ from jaxinfer.model.cache import abstract_cache, init_cache
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling, with_masks
 from jaxinfer.sampling.sample import sample
-from jaxinfer.steps import steps
 from jaxinfer.steps.options import StepOptions
-from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
-from tests.unoptimised import unoptimised_copy
+from jaxinfer.steps.steps import decode_step, draw_step, prefill_step
+from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
-STEPS = unoptimised_copy(steps)
-prefill_step, decode_step = STEPS.prefill_step, STEPS.decode_step
 CONFIG = SMALL_MODEL
 CACHE = CacheConfig(num_pages=2048, page_size=16)  # 24 MiB, far larger than anything else in a step
 B = 4
@@ -77,7 +74,7 @@ def as_arrays(tree):
 def last_logits():
     """The logits after each prompt."""
     batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
-    logits, _ = all_logits_unoptimised(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)
+    logits, _ = all_logits(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)
     return np.asarray(logits)[np.cumsum([len(p) for p in PROMPTS]) - 1]
 
 
@@ -161,7 +158,7 @@ def test_what_a_plain_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(ki
     _, expected, _ = run_step(kind, sampling)
     batch, plain, cache = run_step(kind, sampling, form="plain", max_log_probs=0)
 
-    drawn = STEPS.draw_step(cache, last_tokens(batch), sampling, plain.logits, options=OPTIONS)
+    drawn = draw_step(cache, last_tokens(batch), sampling, plain.logits, options=OPTIONS)
 
     assert (np.asarray(expected.tokens[1:3]) % 3 == 0).all()
     for ours, theirs in zip(as_arrays(drawn), as_arrays(dataclasses.replace(expected, hidden=None)), strict=True):

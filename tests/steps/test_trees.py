@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.steps import steps
 from jaxinfer.steps.trees import accepted_paths, make_trees, stand_in_trees
 from kernels_pallas.paged_attention import gather_tokens
 from tests.steps.test_verify import (
@@ -28,11 +29,9 @@ from tests.steps.test_verify import (
     prefilled,
     sampling_for,
 )
-from tests.steps.test_verify import verify_step as verify_unoptimised
-from tests.unoptimised import UNOPTIMISED
 
 B, Q = 4, 7
-verify_step = functools.partial(verify_unoptimised, params(), options=replace(OPTIONS, q_len=Q))
+verify_step = functools.partial(steps.verify_step, params(), options=replace(OPTIONS, q_len=Q))
 make_rows = functools.partial(make_batch, page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
 
 
@@ -42,7 +41,7 @@ def parents_of(trees):
     return np.array(flat + [-1] * (B * Q - len(flat)), np.int32)
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@jax.jit
 def walk(batch, parents, drawn):
     trees = make_trees(batch, parents, Q)
     return *accepted_paths(drawn, batch, trees), stand_in_trees(batch, trees).positions

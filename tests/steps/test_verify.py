@@ -14,14 +14,11 @@ import pytest
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.sampling.batch import make_sampling, with_masks
-from jaxinfer.steps import steps
 from jaxinfer.steps.options import StepOptions
+from jaxinfer.steps.steps import decode_step, verify_step
 from jaxinfer.steps.verify import NO_DRAFT, accept_drafts
-from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
-from tests.unoptimised import unoptimised_copy
+from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
-STEPS = unoptimised_copy(steps)
-decode_step, verify_step = STEPS.decode_step, STEPS.verify_step
 CONFIG = SMALL_MODEL
 OPTIONS = StepOptions(config=CONFIG, max_log_probs=2)
 CACHE = CacheConfig(num_pages=8, page_size=16)
@@ -73,7 +70,7 @@ def prefilled():
     """A cache with all but the last token of each prompt."""
     rows = [Row(prompt[:-1] or prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
     batch = make_batch(rows, page_size=16, num_tokens=40, num_rows=B, table_width=2)
-    return all_logits_unoptimised(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)[1]
+    return all_logits(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)[1]
 
 
 @functools.cache

@@ -16,8 +16,6 @@ from jaxinfer.text.chat_template import ChatTemplates
 from jaxinfer.text.limited_process import BusyError, EndedError, LimitedProcess, LimitedProcesses, LimitError
 from jaxinfer.text.structure_trial import Trials
 
-pytestmark = pytest.mark.quick
-
 PROGRAM = """
 import os, signal, sys, threading  # for questions
 

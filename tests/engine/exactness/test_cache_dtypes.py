@@ -15,7 +15,6 @@ from tests.engine.engines import (
     GREEDY,
     crowded_engine,
     generate,
-    quick_engine,
     random_prompts,
     save_small_checkpoint,
     small_engine,
@@ -86,14 +85,14 @@ def small_checkpoint(tmp_path_factory):
     return save_small_checkpoint(tmp_path_factory.mktemp("small"))
 
 
-@pytest.mark.parametrize("cache_dtype", exhaustive_but(NARROW_CACHE_DTYPES, ("fp8", "int4")))
+@pytest.mark.parametrize("cache_dtype", exhaustive_but(NARROW_CACHE_DTYPES, ("int4",)))
 def test_a_draft_model_with_such_a_cache_changes_no_token(small_checkpoint, cache_dtype):
     prompts = random_prompts(3, max_len=40, seed=2)
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_drafts": 2, "adaptive_drafts": False}
-    with quick_engine(small_checkpoint, cache_dtype=cache_dtype, **sizes) as llm:
+    with small_engine(small_checkpoint, cache_dtype=cache_dtype, **sizes) as llm:
         expected = [completion.token_ids for completion in llm.generate(prompts, GREEDY, show_progress=False)]
 
-    with quick_engine(small_checkpoint, cache_dtype=cache_dtype, speculation=str(small_checkpoint), **sizes) as llm:
+    with small_engine(small_checkpoint, cache_dtype=cache_dtype, speculation=str(small_checkpoint), **sizes) as llm:
         completions = llm.generate(prompts, GREEDY, show_progress=False)
         metrics = llm.metrics()
 
@@ -106,13 +105,13 @@ def test_a_draft_model_with_such_a_cache_changes_no_token(small_checkpoint, cach
 def test_sinks_whose_keys_would_be_rounded_at_each_turn_are_refused(small_checkpoint, cache_dtype):
     refusal = f"num_sink_tokens=16 turns .* cache_dtype='{cache_dtype}' would round .*leave out one of the two"
     with pytest.raises(ValueError, match=refusal):
-        quick_engine(small_checkpoint, num_sink_tokens=16, cache_dtype=cache_dtype)
+        small_engine(small_checkpoint, num_sink_tokens=16, cache_dtype=cache_dtype)
 
 
 def test_an_engine_says_in_which_type_it_keeps_keys_and_values(small_checkpoint):
-    with quick_engine(small_checkpoint, cache_dtype="fp8") as llm:
+    with small_engine(small_checkpoint, cache_dtype="fp8") as llm:
         assert "float32, keys and values in fp8" in repr(llm)
-    with quick_engine(small_checkpoint) as llm:
+    with small_engine(small_checkpoint) as llm:
         assert "keys and values" not in repr(llm)
 
 

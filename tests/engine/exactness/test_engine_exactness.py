@@ -29,6 +29,8 @@ from tests.engine.engines import (
 )
 from tests.engine.probe import admission_of, runner_of, scheduler_of, warm_up_of
 
+pytestmark = pytest.mark.bits
+
 # Engines of other buckets, chunks and batches than those of the shared one (4 requests, 32 tokens, all pages).
 # The page size is the same: it is a constant of an engine, and may change the order in which attention adds up.
 ENGINES = {"larger steps": "roomy_llm", "tiny chunks, few pages": "crowded_llm"}

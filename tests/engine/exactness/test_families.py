@@ -51,6 +51,8 @@ OF_SOME = {
     "test_a_loop_of_decode_steps_yields_the_same": ("gemma4_text", "qwen3_next"),
     "test_no_draft_changes_a_bit": ("falcon_h1", "gemma4_text", "qwen3_next"),
 }
+# Those that have steps compiled as for users in every run too: sinks, windows, experts, gated delta nets.
+OF_BITS = ("gpt_oss", "qwen3_next")
 RECURRENT = (
     *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
@@ -71,7 +73,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_experts": 8},
 }
 FEWER_LAYERS: dict[str, dict[str, Any]] = {
-    "falcon_h1": {"num_hidden_layers": 2},
+    "falcon_h1": {"num_hidden_layers": 1},  # all are alike
     "llama": {"num_hidden_layers": 2},
     "qwen3_next": {
         "num_hidden_layers": 3,
@@ -98,7 +100,11 @@ def test_the_families_of_every_run_are_known():
 def pytest_generate_tests(metafunc):
     if "family" in metafunc.fixturenames:
         chosen = OF_SOME.get(metafunc.function.__name__, IN_EVERY_RUN)
-        metafunc.parametrize("family", exhaustive_but(CONFIGS, chosen), indirect=True, scope="module")
+        families = [
+            pytest.param(*case.values, marks=[*case.marks, *([pytest.mark.bits] if case.values[0] in OF_BITS else [])])
+            for case in exhaustive_but(CONFIGS, chosen)
+        ]
+        metafunc.parametrize("family", families, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from tests.engine.engines import (
     generate,
     num_owned_pages,
     num_preemptions,
-    quick_engine,
     random_prompts,
     save_small_checkpoint,
+    small_engine,
 )
 from tests.engine.probe import runner_of
 
@@ -72,7 +72,7 @@ def hybrid(tmp_path_factory):
 )
 def test_a_host_short_of_memory_loses_no_request_and_changes_no_token(checkpoint, request, family, where):
     path = checkpoint if family == "llama" else request.getfixturevalue(family)
-    calm, crowded = quick_engine(path), quick_engine(path, **CROWDED)
+    calm, crowded = small_engine(path), small_engine(path, **CROWDED)
     runner_of(crowded)._tiers.seconds_per_copy = 0.0
     pairs = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
     expected = [(c.token_ids, c.log_probs) for pair in pairs for c in generate(calm, *pair)]

@@ -14,9 +14,9 @@ from jaxinfer.engine.llm import LLM
 from tests.engine.engines import (
     num_preemptions,
     poison_cache,
-    quick_engine,
     random_prompts,
     run_with_arrivals,
+    small_engine,
 )
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
 
@@ -79,7 +79,7 @@ def models(request, tmp_path_factory) -> tuple[LLM, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if case.has_one_layer_group:
             patch.setattr("jaxinfer.checkpoint.checkpoint.scans_layers", lambda: True)
-        llm = quick_engine(path, num_pages=NUM_PAGES, max_prompt_log_probs=3)
+        llm = small_engine(path, num_pages=NUM_PAGES, max_prompt_log_probs=3)
     poison_cache(llm)
     return llm, load_reference(path)
 

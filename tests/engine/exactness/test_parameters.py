@@ -34,7 +34,7 @@ from tests.engine.engines import (
 from tests.oracles import load_reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "sampling.md"
-PROMPTS = [*random_prompts(5, max_len=40, seed=4), [40, 41, 42] * 8]
+PROMPTS = [*random_prompts(3, max_len=40, seed=4), [40, 41, 42] * 8]
 LONG_PROMPTS = [[5 + i] * 40 for i in range(4)]  # of requests that want all pages, beside those that are looked at
 BASE_FIELDS: dict[str, Any] = {"max_tokens": 16, "seed": 5, "ignore_eos": True}
 BASE = SamplingParams(**BASE_FIELDS)

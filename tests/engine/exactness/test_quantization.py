@@ -17,7 +17,6 @@ from tests.engine.engines import (
     GREEDY,
     content_of,
     forget_prefixes,
-    quick_engine,
     random_prompts,
     run_with_arrivals,
     small_engine,
@@ -35,7 +34,7 @@ def bits(w, quantized):
 
 
 def test_an_engine_with_weights_of_4_bits_generates_what_the_weights_they_stand_for_do(checkpoint):
-    llm = quick_engine(checkpoint, quantization="int4", max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
+    llm = small_engine(checkpoint, quantization="int4", max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
     prompt = list(range(40, 50))
 
     (completion,) = llm.generate([prompt], GREEDY)
@@ -44,7 +43,7 @@ def test_an_engine_with_weights_of_4_bits_generates_what_the_weights_they_stand_
     plain, _ = load_checkpoint(checkpoint, "float32")
     stand_for = jax.tree.map(lambda w, q: floats_like(w, q, bits(w, q)) if is_quantized(q) else w, plain, weights)
     tokens = np.array([*prompt, *completion.token_ids], np.int32)
-    (logits,) = replay(stand_for, [tokens], [[(0, len(tokens))]], config=config, shape=(18, 1), is_exact=False)
+    (logits,) = replay(stand_for, [tokens], [[(0, len(tokens))]], config=config, shape=(18, 1))
     assert [*completion.token_ids] == [*logits[len(prompt) - 1 : -1].argmax(-1)]
 
 

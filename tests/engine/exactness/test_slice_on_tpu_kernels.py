@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from kernels_pallas.paged_attention import api
-from tests.engine.engines import forget_prefixes, interpret_tpu_kernels, poison_cache, quick_engine, random_prompts
+from tests.engine.engines import forget_prefixes, interpret_tpu_kernels, poison_cache, random_prompts, small_engine
 from tests.engine.probe import runner_of
 
 PROMPTS = random_prompts(3, max_len=40, seed=1)
@@ -30,7 +30,7 @@ def tpu_llm(checkpoint, expected):
     """Chunks of 16 tokens, and every slot that is not written is NaN."""
     with pytest.MonkeyPatch.context() as patch:
         interpret_tpu_kernels(patch)
-        llm = quick_engine(checkpoint, max_num_seqs=2, max_num_batched_tokens=16)
+        llm = small_engine(checkpoint, max_num_seqs=2, max_num_batched_tokens=16)
         poison_cache(llm)
         yield llm
 
@@ -61,8 +61,8 @@ def test_attention_in_plain_jax_is_for_whoever_asks_where_kernels_refuse(checkpo
     limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "speculation": str(checkpoint)}
 
     with pytest.raises(NotImplementedError, match="too much scalar memory; or ask .*EngineConfig.attention"):
-        quick_engine(checkpoint, **limits)
-    asked = quick_engine(checkpoint, **limits, attention="reference")
+        small_engine(checkpoint, **limits)
+    asked = small_engine(checkpoint, **limits, attention="reference")
     check_same(asked.generate(PROMPTS[::2], PARAMS[::2]), expected[::2])
 
 

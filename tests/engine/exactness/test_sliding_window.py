@@ -23,10 +23,10 @@ from tests.engine.engines import (
     num_preemptions,
     plain_steps,
     poison_cache,
-    quick_engine,
     random_prompts,
     run_with_arrivals,
     save_small_checkpoint,
+    small_engine,
 )
 from tests.engine.exactness.test_tier_exactness import evict_all, set_tiers
 from tests.engine.fake_device import Engine, expected_tokens
@@ -70,7 +70,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def roomy_llm(checkpoint):
     """One request at a time with pages enough, chunks of 32 and up to 4 decode steps in a dispatch."""
-    llm = quick_engine(checkpoint, max_num_seqs=1, max_model_len=160, max_prompt_log_probs=1, decode_loop_steps=4)
+    llm = small_engine(checkpoint, max_num_seqs=1, max_model_len=160, max_prompt_log_probs=1, decode_loop_steps=4)
     poison_cache(llm)
     return llm
 
@@ -80,7 +80,7 @@ def crowded_llm(checkpoint):
     """Pages for the window of one request, chunks of 5, a tier for what is evicted, drafts where a test has some."""
     limits: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": NUM_PAGES, "max_drafts": 3}
     limits |= {"max_model_len": 160, "max_prompt_log_probs": 1, "host_cache_bytes": 2**22}
-    llm = quick_engine(checkpoint, **limits, adaptive_drafts=False, speculation=ScriptedDrafter(0))
+    llm = small_engine(checkpoint, **limits, adaptive_drafts=False, speculation=ScriptedDrafter(0))
     poison_cache(llm)
     return llm
 

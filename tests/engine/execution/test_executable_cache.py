@@ -22,8 +22,8 @@ import pytest
 from jaxinfer.engine.execution import executable_cache
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.steps.options import StepOptions
+from tests.on_devices import with_devices
 from tests.replay import SMALL_MODEL
-from tests.unoptimised import unoptimised_steps
 
 X = np.arange(6, dtype=np.float32)
 
@@ -424,13 +424,6 @@ def test_flags_of_the_compiler_count(folder, num_traces, monkeypatch):
     executable_cache._surroundings.cache_clear()
 
 
-def test_steps_that_tests_compile_without_optimisation_are_loaded_by_no_other_engine(folder, num_traces):
-    with unoptimised_steps():
-        assert [num_traces(X, X) for _ in range(2)] == [1, 0]
-
-    assert num_traces(X, X) == 1
-
-
 def test_a_processor_of_the_users_is_never_kept(folder, num_traces):
     custom: Any = (abs,)
     options = StepOptions(config=SMALL_MODEL, custom=custom)
@@ -520,10 +513,7 @@ for sharding in (NamedSharding(mesh, PartitionSpec("model")), SingleDeviceShardi
 
 
 def test_executables_for_several_devices_and_for_one_that_is_not_the_first_come_back(tmp_path):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-    }
+    environment = with_devices(4) | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
 
     subprocess.run([sys.executable, "-c", ON_DEVICES], env=environment, check=True, timeout=120)
 

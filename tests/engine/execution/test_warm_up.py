@@ -13,9 +13,8 @@ from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.model.cache import page_arrays
 from jaxinfer.parallel import placement
 from jaxinfer.plan.memory import num_bytes
-from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts, ready_engine
+from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, random_prompts, ready_engine, small_engine
 from tests.engine.probe import runner_of
-from tests.unoptimised import unoptimised_steps
 
 LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the model has one layer, and two
 
@@ -23,8 +22,7 @@ LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the m
 @pytest.fixture(scope="module")
 def small(checkpoint):
     """Its memory is the only limit on its pages, of which its rows could use more."""
-    with unoptimised_steps():
-        return ready_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
+    return ready_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
 
 
 def test_pages_fill_the_memory_that_is_given(small):
@@ -48,8 +46,7 @@ def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
 def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(checkpoint, monkeypatch):
     monkeypatch.setattr(placement, "free_bytes", lambda: LIMIT)
 
-    with unoptimised_steps():
-        memory = ready_engine(checkpoint, max_model_len=256).warm_up().memory
+    memory = ready_engine(checkpoint, max_model_len=256).warm_up().memory
 
     limit = LIMIT - int(memory_plan.SPARE * LIMIT)
     assert memory.limit_bytes == limit
@@ -63,7 +60,7 @@ def test_a_gpu_gets_no_pool_that_its_kernels_address_wrongly(checkpoint, monkeyp
     monkeypatch.setattr(warm_up, "default_implementation", lambda: "gpu")
     monkeypatch.setattr(memory_plan, "MISADDRESSED", range(20 * size + 1, 80 * size + 1))
 
-    with quick_engine(checkpoint, max_model_len=256, cache_dtype="int8") as llm:
+    with small_engine(checkpoint, max_model_len=256, cache_dtype="int8") as llm:
         assert llm.metrics().num_pages == 20
 
     assert "20 of the 64 pages that fit are used: in 4 or 8 bits, GPU kernels read no keys" in caplog.text
@@ -89,7 +86,7 @@ def test_what_was_compiled_is_counted(small):
 @pytest.mark.parametrize("limits", [{"memory_bytes": 1000}, {"memory_bytes": LIMIT, "num_pages": 10_000}], ids=str)
 def test_too_little_memory_is_refused(checkpoint, limits):
     with pytest.raises(ValueError, match=rf"memory_bytes={limits['memory_bytes']} is too little: .* MB of parameters"):
-        quick_engine(checkpoint, max_model_len=256, **limits)
+        small_engine(checkpoint, max_model_len=256, **limits)
 
 
 def test_a_compilation_in_a_step_is_counted(llm, monkeypatch):

@@ -12,7 +12,7 @@ from jaxinfer import SamplingParams
 from jaxinfer.batch_job import run_batch
 from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from jaxinfer.engine.frontend.admission import PromptTooLongError
-from tests.engine.engines import quick_engine, spelled
+from tests.engine.engines import small_engine, spelled
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -193,7 +193,7 @@ def test_requests_that_give_no_parameters_get_those_of_generation_config(checkpo
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     stated = {"do_sample": False, "repetition_penalty": 1.5, "max_new_tokens": 5, "top_k": None, "eos_token_id": 2**20}
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
-    llm = quick_engine(tmp_path)
+    llm = small_engine(tmp_path)
 
     expected = SamplingParams(temperature=0, repetition_penalty=1.5, max_tokens=5)
     assert llm.default_sampling_params == expected

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jaxinfer import SamplingParams
-from tests.engine.engines import quick_engine, require_idle
+from tests.engine.engines import require_idle, small_engine
 from tests.text.answers.answer_texts import ONE_CALL, TOOL_STYLES
 from tests.text.answers.checkpoints import bias_to_end, save_checkpoint_with_marks
 
@@ -31,7 +31,7 @@ SCHEMAS = {"weather": SCHEMA, "stop": {"maxProperties": 0}}
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = save_checkpoint_with_marks(tmp_path_factory.mktemp("marks"))
-    llm = quick_engine(folder, max_model_len=256)
+    llm = small_engine(folder, max_model_len=256)
     yield llm
     require_idle(llm)
     llm.close()

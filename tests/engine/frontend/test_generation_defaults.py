@@ -18,10 +18,9 @@ from jaxinfer.cli.main import main
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.sampling_params import TotalLength
 from tests.checkpoint.renamed import edit_json
-from tests.engine.engines import quick_engine, random_prompts
+from tests.engine.engines import random_prompts, small_engine
 from tests.on_demand import steps_on_demand
 from tests.oracles import load_reference
-from tests.unoptimised import unoptimised_steps
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 0}
 PROMPTS = [[7], *random_prompts(4, max_len=30, seed=2), [20, 21, 22] * 9]
@@ -75,7 +74,7 @@ def test_requests_without_parameters_are_those_of_transformers(checkpoint, tmp_p
     (path / "generation_config.json").write_text(json.dumps({**GREEDY, **stated}))
     expected = generated(path, PROMPTS)
 
-    with caplog.at_level(logging.WARNING, logger="jaxinfer"), quick_engine(path) as llm:
+    with caplog.at_level(logging.WARNING, logger="jaxinfer"), small_engine(path) as llm:
         completions = llm.generate(PROMPTS, show_progress=False)
 
     assert [list(completion.token_ids) for completion in completions] == expected
@@ -88,7 +87,7 @@ def test_a_special_token_among_the_stop_strings_is_a_stop_token(checkpoint, tmp_
     path = shutil.copytree(checkpoint, tmp_path / "copy")
     edit_json(path, "generation_config.json", stop_strings=["a", "<end>"])
 
-    with quick_engine(path) as llm:
+    with small_engine(path) as llm:
         assert llm.default_sampling_params == SamplingParams(stop=["a", "<end>"], stop_token_ids=[0])
 
 
@@ -102,7 +101,7 @@ def bounded(checkpoint, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bounded_llm(bounded):
-    return quick_engine(bounded)
+    return small_engine(bounded)
 
 
 def test_the_defaults_are_shown_and_may_be_given(bounded_llm):
@@ -131,7 +130,7 @@ def test_a_prompt_that_leaves_no_token_is_refused_as_by_transformers(bounded, bo
 def test_a_total_length_is_cut_to_the_pool(bounded, bounded_llm):
     (whole,) = bounded_llm.generate([PROMPTS[0]], show_progress=False)
 
-    with quick_engine(bounded, num_pages=1, max_num_seqs=1) as llm:
+    with small_engine(bounded, num_pages=1, max_num_seqs=1) as llm:
         (cut,) = llm.generate([PROMPTS[0]], show_progress=False)
         too_long = pytest.raises(ValueError, match="may need 18 slots of the cache, which has 16; lower max_tokens")
         with too_long:
@@ -158,7 +157,7 @@ def test_a_line_of_a_job_replaces_the_parameters_that_it_gives(bounded_llm, tmp_
 def test_an_option_of_the_command_line_replaces_the_parameter_that_it_gives(bounded, capsys):
     options = ["--model", str(bounded), "--max-model-len", "96", "--max-num-seqs", "1", "--num-pages", "2"]
 
-    with steps_on_demand(), unoptimised_steps():
+    with steps_on_demand():
         assert main(["generate", "hello there", *options]) == 0
         default = capsys.readouterr().err
         assert main(["generate", "hello there", *options, "--max-tokens", "40"]) == 0
@@ -174,13 +173,13 @@ def test_a_text_ends_at_the_end_token_of_the_tokenizers_files_too(tmp_path, stat
     edit_json(path, "generation_config.json", eos_token_id=stated)
     edit_json(path, "tokenizer_config.json", eos_token=...)
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    with quick_engine(path, max_num_seqs=2) as llm:
+    with small_engine(path, max_num_seqs=2) as llm:
         (before,) = llm.generate("def add(a, b):", greedy, show_progress=False)
         assert llm.tokenizer is not None
         end = llm.tokenizer.id_to_token(before.token_ids[4])
     edit_json(path, "tokenizer_config.json", eos_token=end)
 
-    with quick_engine(path, max_num_seqs=2) as llm:
+    with small_engine(path, max_num_seqs=2) as llm:
         (after,) = llm.generate("def add(a, b):", greedy, show_progress=False)
         (whole,) = llm.generate("def add(a, b):", replace(greedy, ignore_eos=True), show_progress=False)
 

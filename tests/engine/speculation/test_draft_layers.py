@@ -29,7 +29,6 @@ from tests.engine.engines import (
     drafts_from,
     forget_prefixes,
     poison_cache,
-    quick_engine,
     recorded_steps,
     run_with_arrivals,
     small_engine,
@@ -348,7 +347,7 @@ def test_an_eagle3_head_may_name_its_layers_as_sglang_counts_them(target, tmp_pa
     model, hook = load_reference(target), []
     model.model.layers[-1].register_forward_hook(lambda *args: hook.append(args[2]))
 
-    with closed(quick_engine(target, speculation=head, **LIMITS)) as llm:
+    with closed(small_engine(target, speculation=head, **LIMITS)) as llm:
         reference = partial(eagle3_drafts, Unnormed(model, hook), eagle3_tensors(), layers=(2, 3, 4))
         check_drafts(llm, reference)
 
@@ -361,7 +360,7 @@ def test_an_eagle3_head_in_the_format_of_speculators_has_its_own_embedding(targe
     stored = {key.replace("midlayer", "layers.0"): tensor for key, tensor in tensors.items()}
     head = save_eagle3(tmp_path / "head", stored, **changes, architectures=["Eagle3Speculator"])
 
-    with closed(quick_engine(target, speculation=head, **LIMITS)) as llm:
+    with closed(small_engine(target, speculation=head, **LIMITS)) as llm:
         model = load_reference(target)
         check_drafts(llm, partial(eagle3_drafts, model, tensors, layers=(0, 1, 3), adds_normed=True))
 
@@ -397,7 +396,7 @@ def test_a_layer_for_multi_token_prediction_drafts_by_its_definition_and_changes
     if family.startswith("qwen"):
         path = as_qwen_publishes(path, tmp_path / "published")
     if copies:
-        with closed(quick_engine(path, speculation="mtp", **LIMITS)) as llm:
+        with closed(small_engine(path, speculation="mtp", **LIMITS)) as llm:
             check_drafts(llm, reference)
         return
 
@@ -429,7 +428,7 @@ def test_the_drafts_of_a_layer_that_copies_the_target_are_accepted(tmp_path, fam
     if family.startswith("qwen"):
         path = as_qwen_publishes(path, tmp_path / "published")
 
-    with closed(quick_engine(path, speculation="mtp", **{**LIMITS, "max_num_seqs": 2})) as llm:
+    with closed(small_engine(path, speculation="mtp", **{**LIMITS, "max_num_seqs": 2})) as llm:
         llm.generate(PROMPTS, PARAMS, show_progress=False)
 
         metrics = llm.metrics()
@@ -440,10 +439,10 @@ def test_the_drafts_of_a_layer_that_copies_the_target_are_accepted(tmp_path, fam
 @pytest.mark.exhaustive
 def test_draft_trees_of_an_eagle3_head_change_no_token(target, tmp_path):
     head = save_eagle3(tmp_path / "head")
-    with closed(quick_engine(target, max_num_seqs=1)) as llm:
+    with closed(small_engine(target, max_num_seqs=1)) as llm:
         plain = one_by_one(llm)
 
-    with closed(quick_engine(target, speculation=head, draft_trees=True, **{**LIMITS, "max_num_seqs": 2})) as llm:
+    with closed(small_engine(target, speculation=head, draft_trees=True, **{**LIMITS, "max_num_seqs": 2})) as llm:
         completions = llm.generate(PROMPTS, PARAMS, show_progress=False)
 
         assert llm.metrics().num_drafted_tokens > 40

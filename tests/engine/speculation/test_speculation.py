@@ -27,6 +27,7 @@ from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
 from jaxinfer.model.decoder import unembed
 from jaxinfer.steps.medusa import MedusaHeads
+from tests.compiler import layers_apart
 from tests.engine.branching import run_for
 from tests.engine.engines import (
     EOS,
@@ -38,7 +39,6 @@ from tests.engine.engines import (
     forget_prefixes,
     generate,
     poison_cache,
-    quick_engine,
     random_prompts,
     recorded_steps,
     run_with_arrivals,
@@ -48,7 +48,6 @@ from tests.engine.engines import (
 from tests.engine.fake_device import make_request
 from tests.engine.probe import admission_of, runner_of, scheduler_of, warm_up_of
 from tests.on_demand import compiled_once
-from tests.unoptimised import unoptimised_steps
 
 KINDS = [{"temperature": 0}, {"temperature": 0.8, "log_probs": 2}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9}]
 PROMPTS = [*random_prompts(5, max_len=40, seed=3), [20, 21, 22] * 9]
@@ -96,7 +95,7 @@ def test_every_drafter_leaves_every_bit_as_it_is(crowded_llm, answers, name):
 
 def draft_model_for(llm, params, config):
     model = DraftModel(params, config)
-    with compiled_once(), unoptimised_steps():  # a draft may be wrong
+    with compiled_once():
         model.prepare(target_of(llm))
     model.attach(lambda compute: compute(runner_of(llm)._cache))
     return model
@@ -137,8 +136,7 @@ def test_a_draft_model_takes_no_memory_while_the_number_of_pages_is_planned(crow
     model, target = DraftModel(runner_of(crowded_llm)._params, crowded_llm.model_config), target_of(crowded_llm)
     before = sum(array.nbytes for array in jax.live_arrays())
 
-    with unoptimised_steps():
-        model.prepare(replace(target, cache_config=replace(target.cache_config, num_pages=99)))
+    model.prepare(replace(target, cache_config=replace(target.cache_config, num_pages=99)))
 
     assert sum(array.nbytes for array in jax.live_arrays()) - before < 99 * model.page_bytes(target.cache_config)
 
@@ -291,12 +289,11 @@ def test_heads_of_another_width_are_refused(crowded_llm):
 
 
 @pytest.fixture(scope="module")
-def layered(crowded_llm, answers, tmp_path_factory):
-    """A crowded engine whose model has more than one layer, and what each request yields alone and without drafts."""
-    if crowded_llm.model_config.num_layers > 1:
-        return crowded_llm, answers
-    path = save_small_checkpoint(tmp_path_factory.mktemp("layered"), num_hidden_layers=2)  # with --tpu-kernels
-    return crowded_engine(path), one_by_one(small_engine(path))
+def layered(tmp_path_factory):
+    """A crowded engine whose model has two layers, and what each request yields alone and without drafts."""
+    path = save_small_checkpoint(tmp_path_factory.mktemp("layered"), num_hidden_layers=2)  # one with --tpu-kernels
+    with layers_apart():
+        return crowded_engine(path), one_by_one(small_engine(path))
 
 
 @pytest.fixture(scope="module")
@@ -310,8 +307,7 @@ def early_exit(layered):
     drafter = ExitDrafter(1, norm, lens)
     params = replace(target.params, layers=target.params.layers[:1], final_norm=norm, lens=lens)
     config = replace(crowded_llm.model_config, groups=crowded_llm.model_config.groups[:1])
-    with unoptimised_steps():
-        drafter.prepare(target)
+    drafter.prepare(target)
     drafter.attach(partial(runner_of(crowded_llm).lend_cache, scheduler_of(crowded_llm).replicas[0].tables.copies))
     return drafter, draft_model_for(crowded_llm, params, config)
 
@@ -355,10 +351,10 @@ def test_an_exit_of_another_model_is_refused(layered, num_layers, width, message
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "suffix"])
-def test_a_prediction_saves_steps_and_changes_no_token(checkpoint, quick_llm, speculation):
+def test_a_prediction_saves_steps_and_changes_no_token(checkpoint, shared_llm, speculation):
     prompt, params = [5, 6, 7], SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
-    (expected,) = generate(quick_llm, [prompt], params)
-    llm = quick_engine(checkpoint, speculation=speculation, max_drafts=3, adaptive_drafts=False)
+    (expected,) = generate(shared_llm, [prompt], params)
+    llm = small_engine(checkpoint, speculation=speculation, max_drafts=3, adaptive_drafts=False)
 
     (completion,) = llm.generate(prompt, params, prediction=list(expected.token_ids), show_progress=False)
 
@@ -372,7 +368,7 @@ def test_a_prediction_saves_steps_and_changes_no_token(checkpoint, quick_llm, sp
         with pytest.raises(ValueError, match=message):
             llm.generate(prompt, params, prediction=wrong)
     with pytest.raises(ValueError, match="prediction cannot be honoured"):
-        quick_llm.generate(prompt, params, prediction="a")
+        shared_llm.generate(prompt, params, prediction="a")
 
 
 def test_drafts_that_are_right_save_steps_and_are_counted(crowded_llm, answers):

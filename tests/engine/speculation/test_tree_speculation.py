@@ -36,7 +36,6 @@ from tests.engine.fake_device import make_request
 from tests.engine.probe import scheduler_of
 from tests.engine.speculation.test_speculation import PARAMS, PROMPTS, FixedTimes, answers, contents, target_of
 from tests.steps.test_eagle import eagle_head
-from tests.unoptimised import unoptimised_steps
 
 __all__ = ["answers"]  # a fixture
 
@@ -118,8 +117,7 @@ def eagle(config):
 @pytest.mark.parametrize("heads", [medusa, eagle])
 def test_trees_of_heads_leave_every_bit_as_it_is(branching_llm, answers, heads):
     drafter = HeadDrafter(heads(branching_llm.model_config), PATHS)
-    with unoptimised_steps():  # a draft may be wrong
-        assert drafter.prepare(target_of(branching_llm)) == len(PATHS)
+    assert drafter.prepare(target_of(branching_llm)) == len(PATHS)
     forget_prefixes(branching_llm)
 
     with drafts_from(branching_llm, drafter), recorded_steps(branching_llm) as steps:

@@ -25,7 +25,6 @@ from tests.engine.engines import (
     content_of,
     drain,
     forget_prefixes,
-    quick_engine,
     random_prompts,
     require_idle,
     small_engine,
@@ -147,7 +146,7 @@ def test_log_probs_are_those_of_the_merged_model_and_of_peft(llm, checkpoint, fo
 
 
 def test_an_engine_without_adapters_has_the_steps_that_it_had(checkpoint):
-    llm = quick_engine(checkpoint)
+    llm = small_engine(checkpoint)
 
     leaves = jax.tree.leaves(runner_of(llm)._params, is_leaf=lambda node: isinstance(node, AdaptedArray))
     assert not any(isinstance(leaf, AdaptedArray) for leaf in leaves)
@@ -204,7 +203,7 @@ def test_200_adapters_come_and_go_under_load_without_a_compilation(checkpoint, f
 
 
 def test_prefixes_are_shared_by_contents_not_by_names(checkpoint, folders):
-    llm = quick_engine(checkpoint, max_adapters=2, max_adapter_rank=8)
+    llm = small_engine(checkpoint, max_adapters=2, max_adapter_rank=8)
     prompt = list(range(2, 40))
 
     def num_cached(name: str | None) -> int:
@@ -231,7 +230,7 @@ def test_a_fork_and_a_saved_request_keep_their_adapter(llm, checkpoint, folders,
     done = completions_of(drain(llm))
     assert [done[i].token_ids for i in (request_id, branch)] == [expected, expected]
 
-    other = quick_engine(checkpoint, max_adapters=2, max_adapter_rank=8, max_prompt_log_probs=3)
+    other = small_engine(checkpoint, max_adapters=2, max_adapter_rank=8, max_prompt_log_probs=3)
     other.load_adapter(NAMES[2], folders[3])
     with pytest.raises(ValueError, match="was saved with the adapter 'adapter 2', and none with the same contents"):
         other.restore(tmp_path / "request")
@@ -252,7 +251,7 @@ def test_a_completion_names_its_adapter_and_is_not_compared_with_training(llm):
 
 
 def test_new_parameters_leave_adapters_as_they_are(checkpoint, folders):
-    llm = quick_engine(checkpoint, max_adapters=1, max_adapter_rank=8)
+    llm = small_engine(checkpoint, max_adapters=1, max_adapter_rank=8)
     llm.load_adapter("a", folders[0])
     expected = [complete(llm, [5, 6, 7], adapter=name).token_ids for name in ("a", None)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams, load_checkpoint, log_probs
-from tests.engine.engines import generate, quick_engine
+from tests.engine.engines import generate, small_engine
 from tests.test_html import Page
 
 # Texts of at most 16 and of at most 64 tokens, with their samples: two gradients are compiled.
@@ -69,7 +69,7 @@ def test_it_compares_with_the_present_parameters(checkpoint):
     """As training would after a step of its own: the text's tokens come from older parameters."""
     params, config = load_checkpoint(checkpoint, "float32")
     scaled = jax.tree.map(lambda array: array * 1.01, params)
-    with quick_engine(checkpoint) as llm:
+    with small_engine(checkpoint) as llm:
         (completion,) = generate(llm, PROMPTS[:1], SAMPLED)
         llm.update_params(scaled)
         result = agreement(llm, completion)
@@ -95,14 +95,14 @@ def test_texts_without_log_probabilities_are_refused(llm, texts, message):
 
 def test_an_engine_that_describes_no_prompts_says_what_to_raise(checkpoint):
     with (
-        quick_engine(checkpoint) as llm,
+        small_engine(checkpoint) as llm,
         pytest.raises(ValueError, match=r"raise EngineConfig\.max_prompt_log_probs"),
     ):
         agreement(llm, [[5, 6]])
 
 
 def test_quantized_weights_are_refused(checkpoint):
-    with quick_engine(checkpoint, quantization="int8") as llm:
+    with small_engine(checkpoint, quantization="int8") as llm:
         (completion,) = generate(llm, [[5, 6]], SAMPLED)
         with pytest.raises(ValueError, match="quantized weights have no gradient"):
             agreement(llm, completion)

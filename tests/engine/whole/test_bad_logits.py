@@ -19,11 +19,10 @@ from tests.engine.engines import (
     content_of,
     generate,
     num_owned_pages,
-    quick_engine,
     save_small_checkpoint,
+    small_engine,
 )
 from tests.on_demand import steps_on_demand
-from tests.unoptimised import unoptimised_steps
 
 POISON = 95  # the token whose embedding is NaN
 SEEDED = replace(GREEDY, seed=0)
@@ -50,8 +49,8 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_bad_logits_end_their_request_and_no_other(quick_llm, poisoned_checkpoint, options):
-    sound, llm = quick_llm, quick_engine(poisoned_checkpoint, **options)
+def test_bad_logits_end_their_request_and_no_other(shared_llm, poisoned_checkpoint, options):
+    sound, llm = shared_llm, small_engine(poisoned_checkpoint, **options)
 
     completions = generate(llm, PROMPTS, SEEDED)
 
@@ -68,7 +67,7 @@ def test_bad_logits_end_their_request_and_no_other(quick_llm, poisoned_checkpoin
 
 
 def test_a_request_keeps_what_it_had_before_its_logits_were_bad(poisoned_checkpoint):
-    llm = quick_engine(poisoned_checkpoint)
+    llm = small_engine(poisoned_checkpoint)
     bias = replace(GREEDY, logit_bias={POISON: 100.0}, log_probs=2)
 
     (completion,) = generate(llm, [[5, 6, 7]], bias)
@@ -86,7 +85,7 @@ def spoil(logits, tokens, length, argument):
 
 @pytest.fixture(scope="module")
 def spoilt_llm(checkpoint):
-    with steps_on_demand(), unoptimised_steps():
+    with steps_on_demand():
         return LLM(checkpoint, config=EngineConfig(**SMALL), logits_processors={"spoil": spoil})
 
 
@@ -113,17 +112,17 @@ def test_samples_that_broke_off_come_last_of_the_best(spoilt_llm):
     assert reasons == sorted(reasons, reverse=True)
 
 
-def test_a_draft_model_with_bad_logits_drafts_nothing(quick_llm, checkpoint, poisoned_checkpoint):
-    drafting = quick_engine(checkpoint, speculation=poisoned_checkpoint, adaptive_drafts=False)
+def test_a_draft_model_with_bad_logits_drafts_nothing(shared_llm, checkpoint, poisoned_checkpoint):
+    drafting = small_engine(checkpoint, speculation=poisoned_checkpoint, adaptive_drafts=False)
 
     completions = generate(drafting, PROMPTS, SEEDED)
 
-    assert list(map(content_of, completions)) == list(map(content_of, generate(quick_llm, PROMPTS, SEEDED)))
+    assert list(map(content_of, completions)) == list(map(content_of, generate(shared_llm, PROMPTS, SEEDED)))
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_a_prompt_with_bad_logits_has_no_embedding_and_leaves_nothing(poisoned_checkpoint, pooling):
-    with quick_engine(poisoned_checkpoint) as llm:
+    with small_engine(poisoned_checkpoint) as llm:
         with pytest.raises(RuntimeError, match="prompt 1 has no embedding: the logits after 3 tokens have NaN"):
             llm.embed(PROMPTS, pooling=pooling, show_progress=False)
 

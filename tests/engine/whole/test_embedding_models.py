@@ -23,7 +23,6 @@ from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 from tests.engine.engines import SIZES, SMALL, favour_turns, random_prompts
 from tests.on_demand import steps_on_demand
 from tests.oracles import load_reference, save_random_checkpoint
-from tests.unoptimised import unoptimised_steps
 
 PROMPTS = [[5], *random_prompts(4, max_len=40, seed=6), [*range(1, 91)]]
 NO_LOGITS = r"this checkpoint is an embedding model: it has no unembedding \(lm_head\).* call LLM\.embed"
@@ -44,7 +43,7 @@ def save_backbone(path: Path, family: str, **overrides: Any) -> Path:
 
 def engine(path: Path, **options: Any) -> LLM:
     config = EngineConfig(**{**SMALL, **options.pop("limits", {})})
-    with steps_on_demand(), unoptimised_steps():
+    with steps_on_demand():
         return LLM(path, config=config, **options)
 
 
@@ -165,7 +164,7 @@ def test_nothing_is_loaded_compiled_or_planned_for_logits(backbone):
     params, config = load_checkpoint(backbone)
     V = config.vocab_size
 
-    with unoptimised_steps(), LLM(backbone, config=EngineConfig(**{**SMALL, "max_num_seqs": 1})) as llm:
+    with LLM(backbone, config=EngineConfig(**{**SMALL, "max_num_seqs": 1})) as llm:
         ready = llm.warm_up()
         embeddings = embed(llm)
 

@@ -19,7 +19,6 @@ from tests.engine.engines import (
     forget_prefixes,
     generate,
     num_preemptions,
-    quick_engine,
     random_prompts,
     recorded_steps,
     save_small_checkpoint,
@@ -133,7 +132,7 @@ def test_unfinished_requests_go_on_as_if_nothing_were_embedded(llm, alone, pooli
 
 
 def test_parameters_replaced_meanwhile_are_those_of_every_state(checkpoint, tmp_path):
-    with quick_engine(save_small_checkpoint(tmp_path, seed=1)) as llm:
+    with small_engine(save_small_checkpoint(tmp_path, seed=1)) as llm:
         expected = embed(llm, [LONG], "mean")
         params = load_checkpoint(checkpoint)[0], load_checkpoint(tmp_path)[0]
 
@@ -194,7 +193,7 @@ def test_a_deadline_that_passes_is_an_error(llm):
 
 
 def test_more_prompts_than_may_wait_are_refused(checkpoint):
-    with quick_engine(checkpoint, max_waiting=1, max_num_seqs=2) as llm:
+    with small_engine(checkpoint, max_waiting=1, max_num_seqs=2) as llm:
         with pytest.raises(QueueFullError, match="4 requests more"):
             embed(llm, [[5]] * 4, "last")
 

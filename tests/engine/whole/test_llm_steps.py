@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.request import QueueFullError
-from tests.engine.engines import GREEDY, completions_of, drain, generate, quick_engine, random_prompts, token_ids_of
+from tests.engine.engines import GREEDY, completions_of, drain, generate, random_prompts, small_engine, token_ids_of
 from tests.engine.probe import is_idle, scheduler_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
@@ -156,7 +156,7 @@ def test_every_way_in_takes_a_cache_salt(llm, method):
 def test_without_the_prefix_cache_nothing_is_shared(checkpoint, llm):
     prompt = random_prompts(1, max_len=60, seed=8)[0]
     expected = generate(llm, prompt)[0].token_ids
-    other = quick_engine(checkpoint, prefix_cache=False, max_prompt_log_probs=3)
+    other = small_engine(checkpoint, prefix_cache=False, max_prompt_log_probs=3)
 
     completions = [generate(other, prompt)[0] for _ in range(2)]
 

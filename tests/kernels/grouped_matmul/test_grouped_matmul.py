@@ -24,9 +24,8 @@ from kernels_pallas.grouped_matmul.gpu import (
 )
 from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu, lies_turned, turns_of
 from tests.kernels.grouped_matmul.oracle import make_call, product_by_expert
-from tests.unoptimised import UNOPTIMISED
 
-multiply = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
+multiply = jax.jit(grouped_matmul, static_argnames="implementation")
 EACH = pytest.mark.parametrize("implementation", ["reference", "gpu_interpret", "tpu_interpret"])
 # Rows of each expert, and rows in all.
 COUNTS = {
@@ -144,7 +143,7 @@ def test_every_size_of_blocks_gives_the_same(block_sizes, bits, group_size):
     call, expected = make_call([150, 0, 1, 70], 230, 256, 140, bits=bits, group_size=group_size)
     kernel = functools.partial(grouped_matmul_gpu, block_sizes=block_sizes, interpret=True)
 
-    out = jax.jit(kernel, compiler_options=UNOPTIMISED)(**{"scales": None, **call})
+    out = jax.jit(kernel)(**{"scales": None, **call})
 
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
 
@@ -163,7 +162,7 @@ def test_tiles_hold_every_row_once_and_are_enough(seed):
     num_rows = int(counts.sum() + generator.integers(0, 2) * generator.integers(1, 20)) or 1
 
     lay_out = functools.partial(tiles_of, num_rows=num_rows, block_m=int(block_m))
-    tiles = np.asarray(jax.jit(lay_out, compiler_options=UNOPTIMISED)(counts.astype(np.int32)))
+    tiles = np.asarray(jax.jit(lay_out)(counts.astype(np.int32)))
 
     owner = np.repeat(np.arange(E + 1), [*counts, num_rows - counts.sum()])
     found = [(row, e) for e, first, end in tiles.T for row in range(first, min(first + block_m, end))]
@@ -186,7 +185,7 @@ def test_turns_write_every_row_once_and_visit_blocks_in_order(seed):
     num_rows = int(counts.sum() + generator.integers(0, 2) * generator.integers(1, 20)) or 1
 
     lay_out = functools.partial(turns_of, num_rows=num_rows, block_rows=int(block_rows))
-    turns = np.asarray(jax.jit(lay_out, compiler_options=UNOPTIMISED)(counts.astype(np.int32)))
+    turns = np.asarray(jax.jit(lay_out)(counts.astype(np.int32)))
 
     owner = np.repeat(np.arange(E + 1), [*counts, num_rows - counts.sum()])
     ranges = [(e, range(max(first, b * block_rows), min(end, (b + 1) * block_rows))) for _, b, first, end, e in turns.T]
@@ -200,7 +199,7 @@ def test_every_size_of_blocks_of_the_tpu_kernel_gives_the_same(block_rows, bits)
     call, expected = make_call([150, 0, 1, 70], 230, 256, 140, bits=bits)
     kernel = functools.partial(grouped_matmul_tpu, block_rows=block_rows, interpret=True)
 
-    out = jax.jit(kernel, compiler_options=UNOPTIMISED)(**{"scales": None, "first_expert": None, **call})
+    out = jax.jit(kernel)(**{"scales": None, "first_expert": None, **call})
 
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
 
@@ -225,7 +224,7 @@ def test_the_derivative_is_that_of_the_product_by_its_definition(bits, group_siz
     def derivative_of(values: dict[str, Any]) -> dict[str, jax.Array]:
         return jax.vjp(product, values)[1](jnp.asarray(change))[0]
 
-    actual = jax.jit(derivative_of, compiler_options=UNOPTIMISED)({name: call[name] for name in names})
+    actual = jax.jit(derivative_of)({name: call[name] for name in names})
 
     # A product is linear in each operand: its derivative along a direction is the product of the direction.
     for name in names:

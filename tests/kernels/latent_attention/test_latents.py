@@ -24,7 +24,6 @@ from kernels_pallas.triton import Target
 from tests.kernels.latent_attention.oracle import as_keys, make_latent_call
 from tests.kernels.paged_attention.blocks import IN_BLOCKS
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, tree_of, tree_words
-from tests.unoptimised import UNOPTIMISED
 
 LAYOUTS = {"reference": "cpu", "gpu_interpret": "gpu", "tpu_interpret": "tpu"}
 RAGGED = [(7, 23), (0, 0), (1, 17), (37, 64), (1, 1), (5, 5), (1, 0)]
@@ -35,7 +34,7 @@ SIZES = {"4 heads, 28 + 6": (4, 28, 6), "18 heads, 128 + 16": (18, 128, 16)}
 
 def check(call, attend, *, trees=None, tolerance=2e-5, **options):
     pages = call.arguments["pages"]
-    attend = jax.jit(functools.partial(attend, scale=0.25, **options), compiler_options=UNOPTIMISED)
+    attend = jax.jit(functools.partial(attend, scale=0.25, **options))
 
     out, new = attend(**call.arguments)
 

@@ -19,7 +19,6 @@ import numpy as np
 from kernels_pallas.paged_attention.gpu import entry
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
-from tests.unoptimised import UNOPTIMISED
 
 SINKS = np.array([3.0, -20.0], np.float32)
 # Rows of (tokens, context), and what differs from heads of 64 in bfloat16, two on one KV head, pages of 16.
@@ -73,7 +72,7 @@ def error(name: str, kernels: Any = entry) -> float:
     attend = functools.partial(kernels.paged_attention_gpu, scale=0.25, prefill="mosaic", interpret=True, **statics)
     arrays = {"sinks": options["sinks"]} if "sinks" in options else {}
 
-    out, pages = jax.jit(attend, compiler_options=UNOPTIMISED)(**call.arguments, **arrays)
+    out, pages = jax.jit(attend)(**call.arguments, **arrays)
 
     actual, expected = np.asarray(out).astype(np.float32), expected_output(call, 0.25, **options)
     check_pages(call, call.arguments["pages"], pages)

@@ -12,10 +12,9 @@ import numpy as np
 
 from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, write_kv
 from kernels_pallas.paged_attention.layout import AnyPages
-from tests.unoptimised import UNOPTIMISED
 
-write = jax.jit(write_kv, compiler_options=UNOPTIMISED)
-gather = jax.jit(gather_tokens, compiler_options=UNOPTIMISED)
+write = jax.jit(write_kv)
+gather = jax.jit(gather_tokens)
 # Pools and what is written to them come in few sizes, so that most calls share what was compiled for others.
 PAGES_STEP, TOKENS_STEP = 32, 512
 

@@ -21,7 +21,10 @@ from tests.kernels.paged_attention.heads_and_pages import (
     SOME_HEADS_AND_PAGES,
 )
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
+pytestmark = [
+    pytest.mark.bits,
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU"),
+]
 
 LENGTH = 150  # more than a page of any size
 NUM_TEXTS = 41  # the judged one, which is the first, and 40 neighbours

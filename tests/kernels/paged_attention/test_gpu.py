@@ -19,7 +19,6 @@ from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.triton import Target
 from tests.kernels.paged_attention import test_paged_attention as common
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
-from tests.unoptimised import UNOPTIMISED
 
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]
@@ -77,7 +76,7 @@ def test_the_kernel_passes_the_tests_of_every_implementation(case):
 def check(call, *, q_len=None, trees=None, block_sizes, **options):
     attend = functools.partial(paged_attention_gpu, q_len=q_len, block_sizes=block_sizes, interpret=True, scale=0.25)
     arrays = {name: options.pop(name) for name in ("sinks",) if name in options}
-    attend = jax.jit(functools.partial(attend, **options), compiler_options=UNOPTIMISED)
+    attend = jax.jit(functools.partial(attend, **options))
     out, pages = attend(**call.arguments, **arrays)
     expected = expected_output(call, 0.25, trees=trees, **options, **arrays)
     is_real = ~np.isnan(expected)

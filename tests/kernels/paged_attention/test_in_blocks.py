@@ -17,7 +17,6 @@ from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from tests.kernels.paged_attention.blocks import SMALL_BLOCKS
 from tests.kernels.paged_attention.oracle import expected_output, make_call, tree_of, tree_words
-from tests.unoptimised import UNOPTIMISED
 
 # Tokens, rows, q_len.
 STEPS = {"decode": (8, 8, 1), "verify": (32, 8, 4), "prefill": (512, 1, None), "mixed": (64, 8, None)}
@@ -81,7 +80,7 @@ def test_blocks_of_the_usual_size_are_the_attention_of_each_row_alone(q_len, lay
     call = make_call(lens, num_heads=4, num_kv_heads=2, head_dim=16, table_width=320, layout=layout)
     attend = functools.partial(paged_attention_reference, scale=0.25, q_len=q_len, attend=attend_in_blocks)
 
-    out, _ = jax.jit(attend, compiler_options=UNOPTIMISED)(**call.arguments)
+    out, _ = jax.jit(attend)(**call.arguments)
 
     expected = expected_output(call, 0.25)
     is_real = ~np.isnan(expected)
@@ -97,6 +96,6 @@ def test_a_few_drafts_in_a_tile_read_the_ancestors_before_them_within_a_window()
     sizes = SMALL_BLOCKS._replace(most_queries=4, whole_bytes=1 << 30)
     attend = functools.partial(paged_attention_reference, attend=functools.partial(attend_in_blocks, sizes=sizes))
 
-    out, _ = jax.jit(functools.partial(attend, scale=0.25, window=14), compiler_options=UNOPTIMISED)(**call.arguments)
+    out, _ = jax.jit(functools.partial(attend, scale=0.25, window=14))(**call.arguments)
 
     np.testing.assert_allclose(out, expected_output(call, 0.25, window=14, trees=[tree]), rtol=2e-5, atol=2e-5)

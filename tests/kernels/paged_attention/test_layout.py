@@ -13,12 +13,11 @@ import pytest
 from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, map_keys, move_slots, write_kv
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, as_operand, default_layout, to_stored
 from tests.kernels.paged_attention.oracle import gather, poisoned, worth_by_token, write
-from tests.unoptimised import UNOPTIMISED
 
 S = 16
 
 
-@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+@jax.jit
 def read_back(pages, k, v, slots):
     return gather_tokens(write_kv(pages, k, v, slots), slots)
 

@@ -21,7 +21,6 @@ from kernels_pallas.paged_attention.tpu import append, attend, entry, fetch, ite
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, write
-from tests.unoptimised import UNOPTIMISED
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
 # Lengths around a page of 16 and a block of 2 pages, with an empty row between.
@@ -33,7 +32,7 @@ def run(call, kernels=entry, execution: Literal["eager", "on_wait"] = "eager", t
     scale = call.arguments["q"].shape[-1] ** -0.5
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
     attend = functools.partial(kernels.paged_attention_tpu, scale=scale, interpret=interpret, **options)
-    out, pages = jax.jit(attend, compiler_options=UNOPTIMISED)(**call.arguments)
+    out, pages = jax.jit(attend)(**call.arguments)
     options = {name: options[name] for name in ("window", "softcap") if name in options}
     options |= {name: call.arguments[name] for name in ("sinks",) if name in call.arguments}
     expected = expected_output(call, scale, trees=trees, **options)
@@ -203,12 +202,10 @@ def test_a_plan_that_is_made_before_gives_the_same_bits(q_len):
         with mock.patch.object(entry, "plan_step", side_effect=AssertionError("made again")):
             return paged_attention(**arguments, plan=plan, scale=0.25, **statics)
 
-    planned = jax.jit(attend_by_plan, compiler_options=UNOPTIMISED)(call.arguments)
+    planned = jax.jit(attend_by_plan)(call.arguments)
 
     attend = functools.partial(paged_attention, scale=0.25, **statics)
-    jax.tree.map(
-        np.testing.assert_array_equal, planned, jax.jit(attend, compiler_options=UNOPTIMISED)(**call.arguments)
-    )
+    jax.tree.map(np.testing.assert_array_equal, planned, jax.jit(attend)(**call.arguments))
 
 
 def test_a_plan_for_other_block_sizes_is_refused():
@@ -235,7 +232,7 @@ def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
 
     blocks = Blocks(pages=4, buffers=3, queries=q_len)
     attend = functools.partial(entry.paged_attention_tpu_interpreted, scale=0.25, q_len=q_len, window=window)
-    out, _ = jax.jit(functools.partial(attend, blocks=blocks), compiler_options=UNOPTIMISED)(**call.arguments)
+    out, _ = jax.jit(functools.partial(attend, blocks=blocks))(**call.arguments)
 
     others = ~np.isin(rows, poisoned)
     expected = expected_output(call, 0.25, window=window)

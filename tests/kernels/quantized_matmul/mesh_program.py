@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul
-from tests.unoptimised import UNOPTIMISED
 
 T, NUM_LAYERS = 9, 2
 IMPLEMENTATIONS = ("reference", "tpu_interpret")
@@ -72,7 +71,7 @@ def error_of(case: Case, implementation: str) -> float:
     if not case.has_layer:
         weights, scales, layer, spec = weights[-1], scales[-1], None, PartitionSpec(*case.spec)
     multiply = functools.partial(quantized_matmul, sharding=NamedSharding(mesh, spec), implementation=implementation)
-    compiled = jax.jit(multiply, compiler_options=UNOPTIMISED)
+    compiled = jax.jit(multiply)
     out = compiled(x, jax.device_put(weights, NamedSharding(mesh, spec)), scales, layer=layer)
     assert out.dtype == x.dtype
     return float(np.abs(np.asarray(out, np.float64) - expected).max())

@@ -19,10 +19,9 @@ from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 from kernels_pallas.tpu_products import lies_turned
 from kernels_pallas.triton import Target, floats_of_fp8
 from tests.kernels.grouped_matmul.oracle import pack_pairs
-from tests.unoptimised import UNOPTIMISED
 
 GENERATOR = np.random.default_rng(3)
-multiply = jax.jit(quantized_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
+multiply = jax.jit(quantized_matmul, static_argnames="implementation")
 
 
 def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32, seed=0, is_packed=True):

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jaxinfer.model.components.experts import sum_of_experts
 from jaxinfer.model.components.mlp import MLP, MLPParams
 from jaxinfer.quantization import quantize
-from tests.unoptimised import UNOPTIMISED
 
 T, X, D, F = 7, 2, 16, 32
 NUM_REAL = 5  # tokens that are not padding
@@ -82,7 +81,7 @@ def error(case: Case) -> float:
     arrays = (np.asarray(x, np.float32), np.asarray(experts, np.int32), np.asarray(weights, np.float32))
     mesh = Mesh(np.array(jax.devices()).reshape(case.mesh), ("experts", "model"))
     config = MLP(intermediate_size=F, has_bias=case.has_bias, gate_scale=GATE_SCALE, output_scale=OUTPUT_SCALE)
-    compute = jax.jit(functools.partial(sum_of_experts, config=config, mesh=mesh), compiler_options=UNOPTIMISED)
+    compute = jax.jit(functools.partial(sum_of_experts, config=config, mesh=mesh))
 
     out = np.asarray(compute(params, *arrays, np.int32(NUM_REAL)))
 

@@ -51,6 +51,7 @@ def test_each_token_takes_the_change_in_its_slot(D, outputs, r):
     np.testing.assert_allclose(y, np.reshape(rows, (9, *outputs)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.bits
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize(("D", "r"), [(144, 8), (300, 40), (704, 16)])

@@ -111,6 +111,7 @@ BIT_CASES = {
 }
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", BIT_CASES)
 def test_logits_are_the_same_bits_for_any_split(name):
     config, T = model_of(*BIT_CASES[name]), 75
@@ -134,6 +135,7 @@ def test_logits_are_the_same_bits_for_any_split(name):
         check([[(1, count), (0, count + 1)]] * (T // (count + 1)), (2 * count + 2, 2), count + 1)
 
 
+@pytest.mark.bits
 def test_a_draft_in_a_tree_attends_as_it_does_at_the_end_of_its_own_path():
     context, parents = 21, (-1, 0, 0, 1, 2, 2)  # of the row's 6 tokens, the first of which is no draft
     generator = np.random.default_rng(3)

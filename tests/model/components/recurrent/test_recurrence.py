@@ -25,7 +25,6 @@ from jaxinfer.model.components.recurrent.states import state_slots
 from tests.exhaustive import exhaustive_but
 from tests.model.components.recurrent import test_gated_delta_net, test_selective_scan, test_state_space
 from tests.model.components.recurrent.layers import Replay, S, T, model_of, splits
-from tests.unoptimised import UNOPTIMISED
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
 CASES = {
@@ -42,6 +41,7 @@ def replay(request):
     return replay, replay.run([[(0, T)]], (T, 2))
 
 
+@pytest.mark.bits
 @on_cpu
 @pytest.mark.parametrize("split", splits())
 def test_hidden_and_stored_states_are_the_same_bits_for_any_split(replay, split):
@@ -55,6 +55,7 @@ def test_hidden_and_stored_states_are_the_same_bits_for_any_split(replay, split)
         np.testing.assert_array_equal(ours[:, :last], whole[:, :last])
 
 
+@pytest.mark.bits
 @on_cpu
 @pytest.mark.parametrize("end", [16, 48])
 def test_the_snapshot_at_a_pages_end_is_the_state_of_a_run_that_ends_there(replay, end):
@@ -135,8 +136,7 @@ def test_chunks_give_the_outputs_and_the_stored_states_of_single_tokens(name, ro
     operands = tokens, shared, *arrays_of(lens, page_size, shape)
 
     (expected, states), (actual, own_states) = (
-        jax.jit(functools.partial(advance, rule), compiler_options=UNOPTIMISED)(*operands)
-        for advance in (_advance_in_turn, _advance_in_chunks)
+        jax.jit(functools.partial(advance, rule))(*operands) for advance in (_advance_in_turn, _advance_in_chunks)
     )
 
     # float32 sums of about a hundred numbers of order 1, in another order.
@@ -163,10 +163,9 @@ def test_a_whole_row_in_chunks_gives_the_outputs_and_derivatives_of_single_token
         return outputs_of_row(rule, tokens, shared, shape[1])
 
     (expected, wanted), (actual, own) = (
-        jax.jit(
-            lambda tokens, shared, run=run: (run(tokens, shared), gradient_of(run, weights)(tokens, shared)),
-            compiler_options=UNOPTIMISED,
-        )(tokens, shared)
+        jax.jit(lambda tokens, shared, run=run: (run(tokens, shared), gradient_of(run, weights)(tokens, shared)))(
+            tokens, shared
+        )
         for run in (in_turn, in_chunks)
     )
 
@@ -187,7 +186,7 @@ def outputs_and_gradient(rule, tokens, shared):
         outputs = outputs_of_row(rule, tokens, shared, K)
         return outputs.sum(), outputs
 
-    (_, outputs), gradient = jax.jit(jax.value_and_grad(run, has_aux=True), compiler_options=UNOPTIMISED)(tokens)
+    (_, outputs), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(tokens)
     return outputs, gradient
 
 

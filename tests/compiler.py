@@ -1,0 +1,48 @@
+"""Options of XLA's compiler for CPU, with which tests compile in a third of the time.
+
+Compiling takes most of the suite's time. Tests with the mark `bits` judge those of steps and kernels: `pytest -m bits`
+compiles for them as for users. Other tests of bits are of what the host does with them, which no optimisation changes.
+`--optimised` compiles so for any test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import pytest
+
+from jaxinfer.checkpoint import checkpoint
+
+# XLA ends a process for a flag that it does not know; the emitters are no option from 0.11 on.
+_EMITTERS = (
+    ["--xla_cpu_use_fusion_emitters=false"] if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11) else []
+)
+UNOPTIMISED = ("--xla_backend_optimization_level=0", *_EMITTERS)
+# The other worker of a run has the other core. The code is the same.
+ON_ONE_CORE = "--xla_cpu_parallel_codegen_split_count=1"
+
+
+def flags_with(*flags: str) -> str:
+    """Returns XLA_FLAGS of this process with these after them, each once; of two values the last one counts."""
+    return " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), *flags]))
+
+
+def set_options(*, is_optimised: bool) -> None:
+    """Sets the options for this process, before JAX looks for its devices, and for the processes that it starts.
+
+    Without optimisation, models of this process compute equal layers in a loop, as on TPU, and compile one of them.
+    """
+    os.environ["XLA_FLAGS"] = flags_with(ON_ONE_CORE, *(() if is_optimised else UNOPTIMISED))
+    if not is_optimised:
+        checkpoint.scans_layers = lambda: True
+
+
+@contextlib.contextmanager
+def layers_apart() -> Iterator[None]:
+    """Models that are loaded meanwhile have parameters for each layer by itself, as on CPU and GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "scans_layers", lambda: False)
+        yield
