@@ -13,6 +13,7 @@ from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.model.cache import page_arrays
 from jaxinfer.parallel import placement
 from jaxinfer.plan.memory import num_bytes
+from tests.compiler import layers_apart
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, random_prompts, ready_engine, small_engine
 from tests.engine.probe import runner_of
 
@@ -22,7 +23,8 @@ LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the m
 @pytest.fixture(scope="module")
 def small(checkpoint):
     """Its memory is the only limit on its pages, of which its rows could use more."""
-    return ready_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
+    with layers_apart():  # a loop over them takes more memory of its own
+        return ready_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
 
 
 def test_pages_fill_the_memory_that_is_given(small):
