@@ -16,6 +16,7 @@ from jaxinfer.checkpoint import read_config
 from jaxinfer.model.params import fit_params
 from tests.checkpoint.packing import WRITERS, settings_of
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
+from tests.compiler import layers_apart
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
 from tests.replay import LENGTHS, SHAPE, SPLITS, replay
 
@@ -39,6 +40,12 @@ def with_scales(folder: Path, shape: tuple[int, ...] = (1,), dtype: torch.dtype 
         return tensors
 
     return rewrite(edit_json(folder, quantization_config=SETTINGS), change)
+
+
+@pytest.fixture(autouse=True)
+def each_layer_has_its_own_scales():
+    with layers_apart():
+        yield
 
 
 @pytest.fixture(scope="module")
