@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer._version import __version__
-from jaxinfer.cpu_flags import set_cpu_flags
+from jaxinfer.xla_options import set_xla_options
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoint import load_checkpoint
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxinfer.steps.options import StepOptions
     from jaxinfer.steps.steps import decode_step, prefill_step
 
-set_cpu_flags()
+set_xla_options()
 
 # Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
 _MODULES = {

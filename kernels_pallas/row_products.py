@@ -15,9 +15,9 @@ exp               The compiler may give a maximum and the `exp` after it to a li
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
                   (`paged_attention.reference`)
 product + number  A product of two numbers is rounded before something is added to it. The compiler may fuse them in
-                  some loops, and keeps more bits then, also within its `exp` or `log`. `jaxinfer.cpu_flags` forbids it
-                  on x86, and `fuses_products` says if it happens all the same. `rounded` prevents it in places where it
-                  was seen, in any process.
+                  some loops, and keeps more bits then, also within its `exp` or `log`. `jaxinfer.xla_options`
+                  forbids it on x86, and `fuses_products` says if it happens all the same. `rounded` prevents it in
+                  places where it was seen, in any process.
 all else          is computed element by element.
 
 The first rule rests on two properties of products of one shape: a row has the same bits in each place among the

@@ -78,6 +78,13 @@ def pytest_sessionstart(session):
         reporter.write_line(f"CPU: {describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
 
 
+@pytest.fixture
+def lines_at_once(monkeypatch):
+    """Progress is written to standard error at each update, though that is a file."""
+    monkeypatch.setattr("jaxinfer.display.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("jaxinfer.display.progress.SECONDS_WITHOUT_LINE", 0.0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Fails a quick test that compiles or loads a step of an engine."""

@@ -25,24 +25,24 @@ ALLOWED = {
     "json_lines": "validation",
     "atomic_file": "",
     "_version": "",
-    "cpu_flags": "",
-    "html": "",
+    "xla_options": "",
     "source_digest": "",
+    "display": "validation",
     "kernels_pallas": "",
     "gguf": "validation",
     "quantization": "gguf kernels_pallas",
     "model": "config kernels_pallas quantization validation",
-    "parallel": "config cpu_flags device kernels_pallas model quantization validation",
+    "parallel": "config xla_options device kernels_pallas model quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "gguf plain_values sampling_params validation",
-    "checkpoint": "config device gguf model quantization sampling_params steps validation",
-    "plan": "html kernels_pallas",
+    "checkpoint": "config device gguf display model quantization sampling_params steps validation",
+    "plan": "display kernels_pallas",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
-    "engine.scheduling": "engine.kv_cache engine.request html sampling_params validation",
-    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling kernels_pallas"
-    " model parallel plan quantization sampling sampling_params source_digest steps validation",
+    "engine.scheduling": "display engine.kv_cache engine.request sampling_params validation",
+    "engine.execution": "atomic_file config device display engine.kv_cache engine.request engine.scheduling"
+    " kernels_pallas model parallel plan quantization sampling sampling_params source_digest steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model parallel plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",
@@ -183,7 +183,7 @@ def test_no_module_imports_oracles_or_training_frameworks():
 
 # What is kept on disk of a compiler's work depends on the compiler's own flags, and bits on CPU depend on one of them.
 # A compiler in a process of its own gets its settings by variables.
-MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.cpu_flags", "jaxinfer.capacity.compiler"}
+MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.xla_options", "jaxinfer.capacity.compiler"}
 
 
 def test_no_module_reads_or_sets_an_environment_variable():

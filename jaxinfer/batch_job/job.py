@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from tqdm import tqdm
-
 from jaxinfer.batch_job.files import File, as_file
 from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines
 from jaxinfer.batch_job.output import ConvertedOutput, Done, OutputFile, match_lines, open_output
@@ -28,11 +26,12 @@ from jaxinfer.batch_job.records import (
 )
 from jaxinfer.batch_job.shards import WHOLE, Shard, as_shard
 from jaxinfer.config import SamplingParams
+from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
-from jaxinfer.validation import as_bool, as_tuple, require, require_int, shown
+from jaxinfer.validation import as_tuple, require, require_int, shown
 
 if TYPE_CHECKING:
     from jaxinfer.engine.async_llm import AsyncLLM
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 128
+NUM_FIRST_TEXTS = 2  # that a summary has
 ADAPTER_DIGEST_LEN = 16  # hexadecimal digits, of an adapter in a record
 
 
@@ -59,6 +59,7 @@ class Summary:
     num_errors: int
     num_tokens: int  # generated, in this run
     seconds: float
+    first_texts: tuple[tuple[str, str], ...]  # of the first lines completed in this run: custom_id, prompt and answer
 
 
 class Progress:
@@ -68,6 +69,7 @@ class Progress:
         self.num_requests, self.num_done_before = num_requests, num_done_before
         self.num_errors_before = num_errors_before
         self.num_completed = self.num_errors = self.num_tokens = 0
+        self.first_texts: list[tuple[str, str]] = []
         self._started_at = time.monotonic()
 
     @property
@@ -82,7 +84,8 @@ class Progress:
     def summary(self) -> Summary:
         """Returns the counters as they are now."""
         names = ("num_requests", "num_done_before", "num_errors_before", "num_completed", "num_errors", "num_tokens")
-        return Summary(**{name: getattr(self, name) for name in names}, seconds=self.seconds)
+        counters = {name: getattr(self, name) for name in names}
+        return Summary(**counters, seconds=self.seconds, first_texts=tuple(self.first_texts))
 
 
 def run_batch(
@@ -91,7 +94,7 @@ def run_batch(
     output_path: str | Path,
     *,
     errors_path: str | Path | None = None,
-    show_progress: bool = True,
+    show_progress: bool | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
     served_names: Sequence[str] = (),
@@ -124,7 +127,6 @@ def run_batch(
     differs from `llm.identity()`, the adapter that is loaded by its name, and the input line's digest. Raises OSError
     if a record cannot be written; run the job again then.
     """
-    show_progress = as_bool("show_progress", show_progress)
     check_job(input_path, output_path, errors_path=errors_path, max_in_flight=max_in_flight, shard=shard)
     names = as_tuple("served_names", served_names, "a list of names")
     require(all(isinstance(name, str) for name in names), "served_names", names, "a list of names")
@@ -132,13 +134,11 @@ def run_batch(
         raise ValueError(
             f"served_names has {shown(taken[0])}, the name of an adapter; load the adapter by another name"
         )
-    bar = tqdm(disable=not show_progress, unit="request")
+    bar = Bar(unit="request", show=is_shown(show_progress))
 
     def show(progress: Progress) -> None:
-        if bar.total is None:
-            bar.reset(progress.num_requests)
-        bar.set_postfix_str(f"{progress.num_tokens / max(progress.seconds, 1e-9):.0f} tokens/s", refresh=False)
-        bar.update(progress.num_done - bar.n)
+        bar.total = progress.num_requests
+        bar.update(progress.num_done - bar.count, f"{progress.num_tokens / max(progress.seconds, 1e-9):.0f} tokens/s")
 
     with bar:
         return run_job(
@@ -489,6 +489,9 @@ class _Job:
         except Exception as error:
             self._refuse(request, error)
             return
+        if not has_error and len(self._progress.first_texts) < NUM_FIRST_TEXTS:
+            prompt = request.prompt if isinstance(request.prompt, str) else ""
+            self._progress.first_texts.append((request.custom_id, prompt + completions[0].text))
         self._record(self._errors if has_error else self._output, record, has_error=has_error)
 
     def _refuse(self, request: JobRequest, error: Exception) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxinfer.validation import shown
+from jaxinfer.xla_options import MEMORY_FRACTION
 from kernels_pallas.device import DataSheet, data_sheet
 
 GIBIBYTE = 2**30
-# The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-GPU_PART = 0.75
 MAX_DEVICES = 4096
 
 
@@ -42,8 +41,8 @@ class Chip:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that JAX may use."""
-        return int(self.memory_bytes * (GPU_PART if self.platform == "gpu" else 1))
+        """Bytes that JAX takes, unless variables or `--memory-fraction` say otherwise."""
+        return int(self.memory_bytes * (MEMORY_FRACTION if self.platform == "gpu" else 1))
 
 
 CHIPS: Mapping[str, Chip] = {

@@ -13,9 +13,10 @@ from jaxinfer.checkpoint.generation_config import read_sampling_defaults
 from jaxinfer.checkpoint.huggingface import resolve_checkpoint
 from jaxinfer.config import require_quantization
 from jaxinfer.device import resolve_dtype
+from jaxinfer.display.progress import is_shown
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, check_mesh
-from jaxinfer.validation import as_bool, as_ints, require
+from jaxinfer.validation import as_ints, require
 
 __all__ = [
     "Checkpoint",
@@ -36,7 +37,7 @@ def load_checkpoint(
     layer_cuts: Collection[int] = (),
     quantization: str | None = None,
     mesh: Mesh | None = None,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
 ) -> tuple[Params, ModelConfig]:
     """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
 
@@ -49,7 +50,7 @@ def load_checkpoint(
     dtype = resolve_dtype(dtype)
     layer_cuts = as_ints("layer_cuts", layer_cuts, 0)
     require_quantization(quantization)
-    show_progress = as_bool("show_progress", show_progress)
+    show_progress = is_shown(show_progress)
     require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
     if mesh is not None:
         check_mesh(mesh)

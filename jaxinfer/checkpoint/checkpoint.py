@@ -27,6 +27,7 @@ from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
 from jaxinfer.checkpoint.stored import Stored, StoredQuantized
 from jaxinfer.config import require_quantization
 from jaxinfer.device import packs_integers, scans_layers
+from jaxinfer.display.progress import Bar
 from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
@@ -432,7 +433,8 @@ def read_tensors(
     assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
     shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
     dtype, options = jnp.dtype(dtype), {"quantization": quantization, "packs_integers": packs_integers()}
-    with _progress_bar(sum(len(assembly.names) for assembly in assemblies), show_progress) as bar:
+    num_tensors = sum(len(assembly.names) for assembly in assemblies)
+    with Bar(num_tensors, unit="tensor", description="loading", show=show_progress) as bar:
         leaves = []
         for assembly, sharding in zip(assemblies, shardings, strict=True):
             leaves.append(assemble(assembly, stored, dtype, sharding, **options))
@@ -465,12 +467,6 @@ def _with_prefix(stored: Mapping[str, Stored], expected: Collection[str], prefix
 
 def _is_assembly(node: Any) -> bool:
     return isinstance(node, Assembly)
-
-
-def _progress_bar(total: int, show_progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="loading", unit="tensor", disable=not show_progress)
 
 
 def _expected_shapes(plan: Any) -> dict[str, tuple[int, ...]]:

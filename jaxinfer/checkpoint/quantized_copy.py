@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from jaxinfer.checkpoint.assembly import Assembly
 from jaxinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_tensors
@@ -40,6 +39,7 @@ from jaxinfer.checkpoint.safetensors_file import (
     read_metadata,
 )
 from jaxinfer.checkpoint.stored import Grid, StoredQuantized
+from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.model.calibration import embed_texts, input_moments, run_layer
 from jaxinfer.model.components.observed import Moments
 from jaxinfer.model.config import ModelConfig
@@ -105,7 +105,7 @@ def write_quantized(
     scheme: str,
     *,
     calibration: np.ndarray | None = None,
-    show_progress: bool = False,
+    show_progress: bool | None = None,
 ) -> Path:
     """Writes a copy of a checkpoint in floating point, open or a folder or Hub id, whose weights are quantized.
 
@@ -116,6 +116,7 @@ def write_quantized(
     one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, if `target`
     has other files, and if a finished part of it has another calibration.
     """
+    show_progress = is_shown(show_progress)
     checkpoint, target = require_copyable(source, target, scheme)
     path, own_scheme = checkpoint.path, SCHEMES[scheme]
     groups = _groups(checkpoint, own_scheme)
@@ -143,7 +144,7 @@ def write_quantized(
         calibrated |= _calibrate(
             checkpoint, target / CALIBRATED, groups, own_scheme, calibration, metadata, show_progress
         )
-    with tqdm(total=len(headers), desc="quantizing", unit="tensor", disable=not show_progress) as bar:
+    with Bar(len(headers), unit="tensor", description="quantizing", show=show_progress) as bar:
         for file in files:
             if file in unwritten:
                 _write(target / file.name, entries[file], metadata)
@@ -202,7 +203,8 @@ def _calibrate(
     del outside  # as large as some layers
     folder.mkdir(exist_ok=True)
     found: dict[str, StoredTensor] = {}
-    for index in tqdm(range(config.num_layers), desc="calibrating", unit="layer", disable=not show_progress):
+    bar = Bar(config.num_layers, unit="layer", description="calibrating", show=show_progress)
+    for index in bar.along(range(config.num_layers)):
         layer = plan.layers[index]
         assemblies = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Assembly))
         names = {i: [by_place[_place(stored[name])] for name in making.names] for i, making in enumerate(assemblies)}

@@ -4,6 +4,7 @@
 * `jaxinfer chat` holds a conversation.
 * `jaxinfer batch` runs a file of requests.
 * `jaxinfer serve` answers OpenAI's API.
+* `jaxinfer warm-up` compiles all steps of a model, for later starts.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
 * `jaxinfer plan` says where a model fits, and how fast it can be there.
@@ -18,6 +19,7 @@ import argparse
 import io
 import os
 import sys
+import textwrap
 import time
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +32,7 @@ from jaxinfer.cli.options import add_fields, add_processes, from_arguments, join
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.validation import cut
+from jaxinfer.xla_options import MEMORY_FRACTION, take_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,6 +53,10 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in its error messages
 BATCH_STATUSES = (
     "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
 )
+WARM_UP = "compile all steps of a model, which later starts then load from disk"
+WARM_UP_OPTIONS = (
+    "Steps are compiled for a machine and for the engine's limits: give the options of the starts to come."
+)
 # EngineConfig fields without effect on the output of generate and batch.
 OMITTED = ("ttft_target", "tpot_target")
 
@@ -69,21 +76,16 @@ class _Parser(argparse.ArgumentParser):
 def run() -> NoReturn:
     """Runs this process's command and ends the process.
 
-    After Ctrl-C or a mistake it ends at once; otherwise the process would wait for the compiler, which cannot stop. So
-    does a server, whose supervisor kills it after some seconds. Other commands wait: the next process finds the steps
-    on disk.
+    It ends at once: Python would wait for the compiler, which cannot stop, and whose step no request needs any more.
     """
     if sys.stderr is None:  # closed; print(file=None) would write to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  up to the end of the process
-    is_server = sys.argv[1:2] == ["serve"]
     try:
         status = main()
     except Exception as error:
-        if not is_server:
-            raise
         sys.excepthook(type(error), error, error.__traceback__)
         status = EXIT_FAULTS
-    if status in (0, EXIT_FAULTS) and not (is_server and _is_compiling()):
+    if status in (0, EXIT_FAULTS) and not _is_compiling():
         sys.exit(status)
     if sys.stdout is not None:
         sys.stdout.flush()
@@ -92,15 +94,17 @@ def run() -> NoReturn:
 
 
 def _is_compiling() -> bool:
-    from jaxinfer.engine.execution.compiled_steps import is_compiling
-
-    return is_compiling()
+    # A command that has compiled steps has imported this; others need not wait for the import of jax.
+    module = sys.modules.get("jaxinfer.engine.execution.compiled_steps")
+    return module is not None and module.is_compiling()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for faults found, 2 for a user's mistake, 130 after Ctrl-C."""
     try:
         arguments = _parser().parse_args(argv)
+        if (fraction := getattr(arguments, "memory_fraction", None)) is not None:
+            take_memory(fraction)
         join_processes(arguments)
         if arguments.run is not _batch:  # batch prints nothing to standard output
             require_output()
@@ -172,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_options(server)
     server.set_defaults(run=serve.serve)
 
+    warmer = commands.add_parser("warm-up", help=WARM_UP, epilog=WARM_UP_OPTIONS, allow_abbrev=False)
+    warmer.set_defaults(run=_warm_up)
+
     planner = commands.add_parser("plan", help="say where a model fits, without its weights", allow_abbrev=False)
     plan.add_options(planner)
     add_fields(planner, EngineConfig, omit=plan.OMITTED)
@@ -196,21 +203,38 @@ def _parser() -> argparse.ArgumentParser:
         talk: OMITTED,
         batch: OMITTED,
         server: (),
+        warmer: OMITTED,
         doctor: (),
     }
     for command, omit in omitted.items():
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         model = command.add_argument_group("model")
-        model.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
+        help_ = "folder or name of a checkpoint; the bundled model when it is left out"
+        if command is warmer:
+            model.add_argument("model", nargs="?", help=help_)
+        else:
+            model.add_argument("--model", help=help_)
         model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
-        groups = {"model": model}
+        memory = command.add_argument_group("memory")
+        memory.add_argument(
+            "--memory-fraction",
+            type=reader(_fraction, "FLOAT"),
+            metavar="FLOAT",
+            help=f"part of a GPU's memory that JAX takes (default {MEMORY_FRACTION})",
+        )
+        groups = {"model": model, "memory": memory}
         if command in (generate, batch, server):
             add_processes(command)
         if command in (generate, talk, batch, server):
+            command.add_argument(
+                "--warm-up", action="store_true", default=None, help="compile all steps before the first request"
+            )
+        if command in (generate, talk, batch, server, warmer):
             groups["speculation"] = command.add_argument_group("speculation")
             drafter = "ngram, suffix, mtp, or the folder or id of what drafts"
             groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
-            adapters.add_option(model, takes_one=command in (generate, talk))
+            if command is not warmer:
+                adapters.add_option(model, takes_one=command in (generate, talk))
         add_fields(command, EngineConfig, omit=omit, groups=groups)
     return parser
 
@@ -236,6 +260,8 @@ def _load(arguments: argparse.Namespace) -> LLM:
         )
     for name, path in named.items():
         llm.load_adapter(name, path)
+    if getattr(arguments, "warm_up", False):
+        llm.warm_up(show_progress=not arguments.quiet)
     return llm
 
 
@@ -249,16 +275,6 @@ def _read_prompt() -> str:
     return prompt
 
 
-def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:
-    """Waits until all steps are compiled and cached for the next start."""
-    try:
-        llm.warm_up(show_progress=not arguments.quiet, description="compiling for the next start")
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted while compiling for the next start; all else was done") from None
-    except (RuntimeError, MemoryError) as error:  # from the compiler; other steps have done the command's work
-        print(f"jaxinfer: a step could not be compiled for the next start: {_one_line(error)}", file=sys.stderr)
-
-
 def _generate(arguments: argparse.Namespace) -> int:
     from jaxinfer.engine.request.request import QueueFullError
 
@@ -268,6 +284,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         prompt.encode()  # fails on surrogates, which stand for bytes that are not UTF-8
     except UnicodeError:
         raise ValueError("the prompt is not text in UTF-8; convert it") from None
+    _check_structure(params)
     if params.prompt_log_probs is not None:
         vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
@@ -290,19 +307,27 @@ def _generate(arguments: argparse.Namespace) -> int:
                     status = EXIT_FAULTS
     except QueueFullError as error:  # more samples than max_num_seqs and max_waiting allow
         raise ValueError(str(error)) from None
-    _finish_compiling(llm, arguments)
+    llm.close()
     return status
 
 
+def _check_structure(params: SamplingParams) -> None:
+    """Raises ValueError for a mistake in a structure, before a model is loaded."""
+    if params.structure is not None:
+        from jaxinfer.text.grammar import check_structure
+
+        check_structure(params)
+
+
 def _chat(arguments: argparse.Namespace) -> None:
-    from_arguments(SamplingParams, arguments)  # reports mistakes before a model is loaded
+    _check_structure(from_arguments(SamplingParams, arguments))
     options = chat.read_options(arguments)
     llm = _load(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
     chat.Chat(llm, params, **options).run()
-    _finish_compiling(llm, arguments)
+    llm.close()
 
 
 def _report(
@@ -344,6 +369,13 @@ def _print_log_probs(
         print(f"{name} {show(token_id, log_prob)}  alternatives {alternatives}", file=sys.stderr)
 
 
+def _fraction(text: str) -> float:
+    fraction = float(text)
+    if not 0 < fraction <= 1:
+        raise ValueError
+    return fraction
+
+
 def _shard(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
     return int(index), int(count)
@@ -371,6 +403,8 @@ def _batch(arguments: argparse.Namespace) -> int:
             f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
+        for custom_id, text in summary.first_texts:
+            print(f"\n{cut(custom_id)}:\n{textwrap.indent(cut(text), '    ')}", file=sys.stderr)
     num_errors = summary.num_errors_before + summary.num_errors
     if num_errors:
         output = arguments.errors or arguments.output
@@ -381,7 +415,7 @@ def _batch(arguments: argparse.Namespace) -> int:
             f" their lines, delete {what} and run the job again",
             file=sys.stderr,
         )
-    _finish_compiling(llm, arguments)
+    llm.close()
     return EXIT_FAULTS if num_errors else 0
 
 
@@ -399,6 +433,14 @@ def _merge(arguments: argparse.Namespace) -> int:
     return EXIT_FAULTS if merged.num_errors else 0
 
 
+def _warm_up(arguments: argparse.Namespace) -> None:
+    llm = _load(arguments)
+    ready = llm.warm_up(show_progress=not arguments.quiet)
+    llm.close()
+    if not arguments.quiet:
+        show(ready.compiled)
+
+
 def _models(arguments: argparse.Namespace) -> None:
     from jaxinfer.cli.models import list_families
 
@@ -409,9 +451,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer.cli.doctor import examine
     from jaxinfer.cli.machine import describe_machine
-    from jaxinfer.cpu_flags import FUSED_PRODUCTS
     from jaxinfer.device import describe_cpu, require_device, resolve_dtype
     from jaxinfer.engine.engine import BUNDLED_MODEL
+    from jaxinfer.xla_options import FUSED_PRODUCTS
     from kernels_pallas.device import device_at_hand
     from kernels_pallas.row_products import fuses_products
 

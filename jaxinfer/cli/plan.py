@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jaxinfer.cli.options import from_arguments
 from jaxinfer.cli.output import show
 from jaxinfer.config import PLANNED_FIELDS, EngineConfig
+from jaxinfer.xla_options import MEMORY_FRACTION
 
 if TYPE_CHECKING:
     from jaxinfer.capacity import CompiledStep, DeploymentPlan, Layout
@@ -69,7 +70,7 @@ def describe_plan(plan: DeploymentPlan, num_replicas: int = 1) -> Iterator[str]:
     """Yields the lines of a plan for people; it is that of each of `num_replicas` copies of the model."""
     chip = plan.devices.chip
     size = f"{plan.num_parameters / 1e9:,.2f} billion parameters in {plan.dtype}"
-    part = " (three quarters, as JAX takes by default)" if chip.platform == "gpu" else ""
+    part = f" ({MEMORY_FRACTION:.0%} of its memory, which JAX takes)" if chip.platform == "gpu" else ""
     each = f"each of {num_replicas} replicas " if num_replicas > 1 else ""
     yield f"{plan.model}: {size}, {each}on {plan.devices} with {chip.usable_bytes / 1e9:,.1f} GB each{part}"
     rows = [TITLES, *(tuple(_cells(layout)) for layout in plan.layouts if layout.refusal is None)]

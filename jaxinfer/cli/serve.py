@@ -150,6 +150,8 @@ def serve(arguments: argparse.Namespace) -> None:
     if folder is not None and store is None:  # another process than the first comes here with an engine of its own
         store = FileStore(folder, max_file_bytes=arguments.max_file_bytes)
     asyncio.run(_load(llm, named))
+    if arguments.warm_up:
+        asyncio.run(llm.warm_up(show_progress=not arguments.quiet))
     server = make_server(
         llm,
         ServerConfig(

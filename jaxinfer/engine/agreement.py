@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinfer.display.html import table
 from jaxinfer.engine.request.completion import Completion
-from jaxinfer.html import table
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import PACKED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from jaxinfer._version import __version__
 from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
-from jaxinfer.cpu_flags import FUSED_PRODUCTS
+from jaxinfer.display.progress import write_line
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
@@ -54,6 +52,7 @@ from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import shown
+from jaxinfer.xla_options import FUSED_PRODUCTS
 from kernels_pallas.row_products import fuses_products
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ def _connect_parts(
     limits = describe_limits(config, placement)
     logger.info(limits)
     if show_progress:
-        tqdm.write(limits, file=sys.stderr)
+        write_line(limits)
     planned = plan_speculation(speculation, config, dtype, target=checkpoint)
     if planned is None:
         checkpoint.plan(model_config)  # else an error would come after seconds of compilation

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.display.progress import is_shown
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.engine_thread import EngineThread
@@ -76,7 +77,7 @@ class AsyncLLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         speculation: str | Path | Drafter | None = None,
         devices: Sequence[Any] | None = None,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
         max_unread_tokens: int = 16_384,
     ) -> None:
         require_int("max_unread_tokens", max_unread_tokens, 1)
@@ -158,9 +159,9 @@ class AsyncLLM:
         """Returns the properties of this engine that determine the text of a request: see `text_identity`."""
         return self._engine.identity()
 
-    async def warm_up(self, *, show_progress: bool = False) -> Ready:
-        """Waits until all steps are compiled, as `LLM.warm_up` does."""
-        show_progress = as_bool("show_progress", show_progress)
+    async def warm_up(self, *, show_progress: bool | None = None) -> Ready:
+        """Compiles all steps, as `LLM.warm_up` does."""
+        show_progress = is_shown(show_progress)
         return await asyncio.to_thread(self._engine.warm_up, show_progress=show_progress)
 
     async def call(self, command: Callable[[Engine], T]) -> T:

@@ -150,8 +150,10 @@ def describe_limits(config: EngineConfig, placement: Placement = DEFAULT_DEVICE)
     sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
     cache = "" if config.cache_dtype is None else f", keys and values in {config.cache_dtype}"
     each = f"{placement.num_devices} x " if placement.num_devices > 1 else ""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    memory = "" if limit is None else f" with {limit / 2**30:.1f} GiB for JAX"
     replicas = f"{config.num_replicas} replicas, each on " if config.num_replicas > 1 else ""
-    return f"{replicas}{each}{jax.devices()[0].device_kind}: {sizes}, {loops}{cache}"
+    return f"{replicas}{each}{jax.devices()[0].device_kind}{memory}: {sizes}, {loops}{cache}"
 
 
 def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:

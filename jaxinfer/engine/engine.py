@@ -17,6 +17,7 @@ from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
+from jaxinfer.display.progress import is_shown
 from jaxinfer.engine.agreement import Agreement, agreement
 from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
@@ -81,8 +82,9 @@ class Engine:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         speculation: str | Path | Drafter | None = None,
         devices: Sequence[Any] | None = None,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
     ) -> None:
+        show_progress = is_shown(show_progress)
         config = EngineConfig() if config is None else config
         _check_types(model, config, logits_processors)
         require_own_process()
@@ -256,8 +258,8 @@ class Engine:
         """Returns the state of compilation at this moment, with the memory plan; None after `close` or a failure."""
         return Ready.of_all([warm_up.ready() for warm_up in self._warm_ups]) if self._health.is_good else None
 
-    def warm_up(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> Ready:
-        """Waits until all steps are compiled, and returns their number, compile seconds and memory plan."""
+    def warm_up(self, *, show_progress: bool, description: str = DESCRIPTION) -> Ready:
+        """Compiles all steps, waits for them, and returns their number, compile seconds and memory plan."""
         self.check()
         warm_ups = self._warm_ups
         for warm_up in warm_ups:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
-from tqdm import tqdm
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.display.html import TokenView
+from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.engine.agreement import DESCRIBE_PROMPT, Agreement
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
@@ -42,7 +43,6 @@ from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline
-from jaxinfer.html import TokenView
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, require_name, require_real
@@ -70,7 +70,9 @@ class LLM:
       `EngineConfig.parallelism`. None takes the first ones. They may also be the devices of all processes.
 
     The constructor loads the weights and compiles a step that can compute any request, so no request waits for either.
-    The faster steps of smaller shapes compile in the background; `warm_up` waits for them.
+    The faster steps of smaller shapes are compiled beside the requests that want them; `warm_up` compiles them all.
+
+    `show_progress`, here and in the methods, shows a bar on standard error; by default in a terminal or a notebook.
 
     `add` queues requests, and each `step` advances them together; `generate` and `stream` do both for you. One thread
     at a time may call an LLM; a call from a second thread raises RuntimeError. `close`, the end of a `with` block, or
@@ -92,7 +94,7 @@ class LLM:
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         speculation: str | Path | Drafter | None = None,
         devices: Sequence[Any] | None = None,
-        show_progress: bool = False,
+        show_progress: bool | None = None,
     ):
         self._engine = Engine(
             model,
@@ -162,14 +164,14 @@ class LLM:
         """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
         return self._engine.default_sampling_params
 
-    def warm_up(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> Ready:
-        """Waits until all steps are compiled, and returns their number, compile seconds and memory plan.
+    def warm_up(self, *, show_progress: bool | None = None, description: str = DESCRIPTION) -> Ready:
+        """Compiles all steps, waits for them, and returns their number, compile seconds and memory plan.
 
         Call it before you measure: until then larger steps stand in for smaller ones, and the compiler shares the
         host. Any thread may call it, beside others that generate. `description` labels the progress bar. Raises the
         compiler's exception if a step fails to compile.
         """
-        show_progress = as_bool("show_progress", show_progress)
+        show_progress = is_shown(show_progress)
         require(isinstance(description, str), "description", description, "text")
         return self._engine.warm_up(show_progress=show_progress, description=description)
 
@@ -204,7 +206,7 @@ class LLM:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
 
         The timeline keeps the last `max_steps` steps; `timeline.save("timeline.json")` writes them for
-        ui.perfetto.dev. First waits until all steps are compiled, like `warm_up`.
+        ui.perfetto.dev. First compiles all steps, like `warm_up`.
         """
         require_int("max_steps", max_steps, 1)
         self.warm_up()
@@ -339,7 +341,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        show_progress: bool = True,
+        show_progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Completes one prompt or several, text or token ids, and returns the completions in the prompts' order.
@@ -349,7 +351,7 @@ class LLM:
         anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if there are too many.
         Ctrl-C aborts the requests and leaves the LLM usable.
         """
-        show_progress = as_bool("show_progress", show_progress)
+        show_progress = is_shown(show_progress)
         check_names(options)
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
@@ -369,7 +371,7 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        show_progress: bool = True,
+        show_progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Completes one conversation or several, rendered by the chat template, in their order.
@@ -413,7 +415,7 @@ class LLM:
         *,
         pooling: str = "last",
         normalize: bool = True,
-        show_progress: bool = True,
+        show_progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> np.ndarray:
         """Returns a vector for each prompt, text or token ids, f32[len(prompts), hidden_size] in the prompts' order.
@@ -428,7 +430,7 @@ class LLM:
         """
         require_name("pooling", pooling, POOLINGS)
         normalize = as_bool("normalize", normalize)
-        show_progress = as_bool("show_progress", show_progress)
+        show_progress = is_shown(show_progress)
         check_names(options)
         prompts = as_prompts(prompts)
         groups = self._engine.admit_all(prompts, [ONE_TOKEN] * len(prompts), **options)
@@ -437,7 +439,7 @@ class LLM:
         return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
 
     def agreement(
-        self, texts: Prompt | Completion | Sequence[Prompt | Completion], *, show_progress: bool = True
+        self, texts: Prompt | Completion | Sequence[Prompt | Completion], *, show_progress: bool | None = None
     ) -> Agreement:
         """Returns how far the engine's log-probabilities of texts are from those that training differentiates.
 
@@ -451,7 +453,7 @@ class LLM:
         one text beside that of the engine. Before computing gradients, raises ValueError if a text has no
         log-probabilities or is too long, if the weights are quantized, or as `generate` does.
         """
-        show_progress = as_bool("show_progress", show_progress)
+        show_progress = is_shown(show_progress)
         several: Any = [texts] if isinstance(texts, Completion) else texts
         items: list[Any] = as_prompts(several)
         prompts = [item for item in items if not isinstance(item, Completion)]
@@ -557,17 +559,18 @@ class LLM:
         """Advances until `deltas` has had `count` completions, and returns these by request id."""
         completions: defaultdict[int, list[Completion]] = defaultdict(list)
         num_completions = num_tokens = 0
-        with tqdm(total=count, unit="request", disable=not show_progress, smoothing=0) as progress:
+        started = time.monotonic()
+        with Bar(count, unit="request", show=show_progress) as progress:
             while num_completions < count:
                 self._advance(engine)
                 between_steps()
+                num_before = num_completions
                 while deltas:
                     delta = deltas.popleft()
                     num_tokens += len(delta.token_ids)
                     if delta.completion is not None:
                         completions[delta.request_id].append(delta.completion)
                         num_completions += 1
-                        progress.update()
-                elapsed = max(progress.format_dict["elapsed"], 1e-9)
-                progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
+                elapsed = max(time.monotonic() - started, 1e-9)
+                progress.update(num_completions - num_before, f"{num_tokens / elapsed:.1f} tokens/s")
         return completions

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from jaxinfer.config import Parallelism
-from jaxinfer.cpu_flags import SHARED_THREADS, has_threads_per_device
 from jaxinfer.device import free_bytes, put_everywhere
 from jaxinfer.model.cache import KVCache, cache_shardings, init_cache
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
@@ -28,6 +27,7 @@ from jaxinfer.model.quantized_params import quantized_sharding
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PACKED, PackedBlocks, QuantizedArray
 from jaxinfer.validation import require
+from jaxinfer.xla_options import SHARED_THREADS, has_threads_per_device
 from kernels_pallas.mesh_axes import names_of
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxinfer.html import bar
+from jaxinfer.display.html import bar
 
 # A step is launched before the one ahead of it is read, so there are inputs and results of two.
 IN_FLIGHT = 2

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tqdm import tqdm
-
 from jaxinfer.config import SamplingParams
+from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Targets
@@ -58,7 +57,7 @@ def drive(
     *,
     targets: Targets = NO_TARGETS,
     total: int | None = None,
-    show_progress: bool = False,
+    show_progress: bool | None = False,
 ) -> Report:
     """Runs a trace to its end. Adds arrived requests between steps.
 
@@ -69,7 +68,7 @@ def drive(
     in_flight: dict[int, _InFlight] = {}
     arrivals = enumerate(trace)
     upcoming = next(arrivals, None)
-    with tqdm(total=total, unit="request", disable=not show_progress) as progress:
+    with Bar(total, unit="request", show=is_shown(show_progress)) as progress:
         while upcoming is not None or in_flight:
             if upcoming is not None and not in_flight:
                 engine.wait_until(upcoming[1].arrival)

@@ -6,9 +6,8 @@ import math
 import time
 from contextlib import AbstractContextManager
 
-from tqdm import tqdm
-
 from jaxinfer.config import SamplingParams
+from jaxinfer.display.progress import Bar
 from jaxinfer.engine.execution.memory_plan import resolve_max_model_len
 from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens, max_rows
 from jaxinfer.engine.llm import LLM
@@ -23,7 +22,7 @@ class RealEngine:
 
     def __init__(self, llm: LLM, *, show_progress: bool = False) -> None:
         llm.warm_up(show_progress=show_progress, description="compiling all steps")
-        with tqdm(total=1, desc="rehearsing", unit="load", disable=not show_progress) as bar:
+        with Bar(1, unit="load", description="rehearsing", show=show_progress) as bar:
             rehearse(llm)
             bar.update()
         self._llm = llm

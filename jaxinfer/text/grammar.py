@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from jaxinfer.sampling_params import AnswerParams, SamplingParams
+from jaxinfer.text.json_schema import byte_tokenizer
 from jaxinfer.text.schema_check import schema_checker
-from jaxinfer.text.structure_trial import Trials, require_packages
+from jaxinfer.text.structure_trial import Trials, for_bytes, require_packages
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.text.unique_keys import KeyTokens, OpenKeys
 from jaxinfer.validation import shown
@@ -257,24 +258,13 @@ class GrammarCompiler:
         return future.result()
 
     def _compiled(self, kind: str, value: Any, is_free: bool) -> Structure:
-        count = sum(map(len, value))  # of a text its characters, of choices those of each
-        if count > MAX_CHARACTERS:
-            raise ValueError(f"{kind} has {count:,} characters; give at most {MAX_CHARACTERS:,}")
+        _require_short(kind, value)
         if self._tokenizer is None:
             raise ValueError(f"{kind}={shown(value)} needs a tokenizer, which this checkpoint does not have")
         require_packages(kind)
-        from llguidance import LLMatcher
-
         trial = self._trials.run(kind, value)
         forcing = '%llguidance {"no_forcing": true}\n' if is_free else ""
-        matcher = LLMatcher(self._tokens(), forcing + trial.grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(matcher.get_error())}")
-        beginning = matcher.deep_copy()
-        beginning.compute_bitmask()
-        if beginning.is_error():
-            reason, _, _ = beginning.get_error().partition("\n")
-            raise ValueError(f"{kind}={shown(value)} admits no output: {_cut(reason)}")
+        matcher = _matcher_of(kind, value, forcing + trial.grammar, self._tokens())
         check = schema_checker(value) if kind == "json_schema" else None
         key_tokens = self._tokens_with_keys() if trial.can_repeat_keys else None
         return Structure(matcher, check, key_tokens, trial.can_run_out_of_keys)
@@ -308,6 +298,36 @@ class GrammarCompiler:
             if self._key_tokens is None:
                 self._key_tokens = KeyTokens([tokens.decode_bytes([token_id]) for token_id in range(self._vocab_size)])
             return self._key_tokens
+
+
+def check_structure(sampling: SamplingParams) -> None:
+    """Raises ValueError, before there is a model, for a structure that cannot be compiled for any."""
+    if sampling.structure is not None:
+        kind, value = sampling.structure
+        _require_short(kind, value)
+        require_packages(kind)
+        _matcher_of(kind, value, for_bytes(Trials().run(kind, value).grammar), byte_tokenizer())
+
+
+def _require_short(kind: str, value: Any) -> None:
+    count = sum(map(len, value))  # of a text its characters, of choices those of each
+    if count > MAX_CHARACTERS:
+        raise ValueError(f"{kind} has {count:,} characters; give at most {MAX_CHARACTERS:,}")
+
+
+def _matcher_of(kind: str, value: Any, grammar: str, tokens: LLTokenizer) -> LLMatcher:
+    """Returns the matcher of a structure that was compiled for trial; ValueError if it has no beginning."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokens, grammar, log_level=0)
+    if matcher.is_error():
+        raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(matcher.get_error())}")
+    beginning = matcher.deep_copy()
+    beginning.compute_bitmask()
+    if beginning.is_error():
+        reason, _, _ = beginning.get_error().partition("\n")
+        raise ValueError(f"{kind}={shown(value)} admits no output: {_cut(reason)}")
+    return matcher
 
 
 def _clear(mask: np.ndarray, token_id: int) -> None:

@@ -126,13 +126,16 @@ def _in_lark(kind: str, value: Any) -> str:
     return value
 
 
+def for_bytes(grammar: str) -> str:
+    """Returns a grammar for the vocabulary of bytes, which of the tokens that it names has only the special ones."""
+    return TOKEN_ID.sub("<[256]>", grammar)
+
+
 def _compiles(structure: Compilable) -> bool:
     """Compiles a structure for a vocabulary of bytes; false if `llguidance` refuses it."""
     from llguidance import LLMatcher
 
-    # Of the tokens that a grammar names, this vocabulary has only its special ones.
-    grammar = TOKEN_ID.sub("<[256]>", structure.grammar)
-    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
+    matcher = LLMatcher(byte_tokenizer(), for_bytes(structure.grammar), log_level=0)
     if matcher.is_error():
         return False
     matcher.compute_bitmask()

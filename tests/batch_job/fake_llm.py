@@ -144,6 +144,9 @@ class FakeLLM:
         self.max_unfinished = max(self.max_unfinished, len(self._waiting))
         return samples.request_id
 
+    def close(self) -> None:
+        pass
+
     def drop(self, request_id: int) -> None:
         self._end(request_id)
 

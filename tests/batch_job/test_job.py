@@ -248,10 +248,10 @@ def test_a_job_leaves_the_deltas_of_other_requests_to_their_callers(folder, undi
     assert (folder / "out.jsonl").read_bytes() == undisturbed
 
 
-def test_progress_counts_requests_and_tokens(folder, capsys):
+def test_progress_counts_requests_and_tokens(folder, lines_at_once, capsys):
     job: Any = run_batch
-    job(FakeLLM(), folder / "in.jsonl", folder / "out.jsonl")
-    assert "13/13" in (shown := capsys.readouterr().err)
+    job(FakeLLM(), folder / "in.jsonl", folder / "out.jsonl", show_progress=True)
+    assert "13 of 13" in (shown := capsys.readouterr().err)
     assert "tokens/s" in shown
 
 

@@ -267,7 +267,6 @@ def test_the_whole_job_is_one_shard_of_one(tmp_path):
 
 def test_the_command_runs_shards_and_merges_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxinfer.cli.main._load", lambda arguments: FakeLLM())
-    monkeypatch.setattr("jaxinfer.cli.main._finish_compiling", lambda *_: None)
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(LINES[:3]))
     paths = [str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
 

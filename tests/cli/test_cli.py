@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,21 +24,24 @@ from tests.batch_job.fake_llm import FakeLLM
 
 
 class StreamingLLM(FakeLLM):
-    """Remembers what it was told; `stream` ends with `ends_with` when that is set, and `warm_up` with `stops_with`."""
+    """Remembers what it was told; `stream` ends with `ends_with` when that is set."""
 
     told: dict[str, Any]
     loaded: dict[str, str]
     ends_with: BaseException | None
-    stops_with: BaseException | None = None
+    is_closed: bool
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
         StreamingLLM.told, StreamingLLM.loaded = {"model": model} | options, self.loaded_adapters
+        StreamingLLM.is_closed = False
 
-    def warm_up(self, **options: Any) -> None:
+    def warm_up(self, **options: Any) -> SimpleNamespace:
         StreamingLLM.told |= {"warm_up": options}
-        if self.stops_with is not None:
-            raise self.stops_with
+        return SimpleNamespace(compiled="7 executables ready in 2.0 s")
+
+    def close(self) -> None:
+        StreamingLLM.is_closed = True
 
     def stream(self, prompt: str, sampling_params: SamplingParams, *, adapter: str | None) -> Any:
         StreamingLLM.told |= {"prompt": prompt, "sampling_params": sampling_params, "adapter": adapter}
@@ -50,7 +54,7 @@ class StreamingLLM(FakeLLM):
 
 @pytest.fixture(autouse=True)
 def llm(monkeypatch) -> type[StreamingLLM]:
-    StreamingLLM.ends_with = StreamingLLM.stops_with = None
+    StreamingLLM.ends_with = None
     monkeypatch.setattr(jaxinfer, "LLM", StreamingLLM)
     return StreamingLLM
 
@@ -105,7 +109,6 @@ def test_quiet_leaves_the_text_alone(capsys, llm):
     assert main(["generate", "p", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert llm.told["show_progress"] is False
-    assert llm.told["warm_up"]["show_progress"] is False
 
 
 def write_job(folder: Path, *lines: str) -> list[str]:
@@ -121,21 +124,38 @@ def command(request, tmp_path):
     return ["generate", "p"] if request.param == "generate" else write_job(tmp_path, REQUEST)
 
 
-def test_the_compiler_is_waited_for_at_the_end_with_the_reason(llm, command):
+@pytest.mark.parametrize("start", [["generate", "p"], ["chat"]])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--json-schema", "{bad"], "json_schema="),
+        (["--json-schema", '{"type": "strnig"}'], "json_schema is not a JSON schema"),
+        (["--regex", "("], "regex="),
+        (["--grammar", "start: missing"], "grammar="),
+    ],
+)
+def test_a_structure_that_no_model_can_follow_is_refused_before_one_is_loaded(start, option, message, llm, capsys):
+    llm.told = {}
+    assert main([*start, *option]) == 2
+    assert message in capsys.readouterr().err
+    assert llm.told == {}
+
+
+def test_nothing_is_compiled_for_later_starts_unless_asked(llm, command):
     assert main(command) == 0
-    assert llm.told["warm_up"] == {"show_progress": True, "description": "compiling for the next start"}
+    assert "warm_up" not in llm.told
+    assert llm.is_closed
+
+    assert main([*command, "--warm-up", "--quiet"]) == 0
+    assert llm.told["warm_up"] == {"show_progress": False}
 
 
-def test_ctrl_c_ends_this_wait_without_harm(capsys, llm, command):
-    llm.stops_with = KeyboardInterrupt()
-    assert main([*command, "--quiet"]) == 130
-    assert capsys.readouterr().err == "jaxinfer: interrupted while compiling for the next start; all else was done\n"
+def test_warm_up_compiles_the_steps_of_a_model_with_these_limits(capsys, llm):
+    assert main(["warm-up", "some/model", "--max-num-seqs", "3", "--dtype", "float32"]) == 0
 
-
-def test_a_step_that_cannot_be_compiled_for_the_next_start_fails_nothing(capsys, llm, command):
-    llm.stops_with = MemoryError("out of registers")
-    assert main([*command, "--quiet"]) == 0
-    assert "for the next start: out of registers\n" in capsys.readouterr().err
+    assert (llm.told["model"], llm.told["dtype"], llm.told["config"].max_num_seqs) == ("some/model", "float32", 3)
+    assert llm.told["warm_up"] == {"show_progress": True}
+    assert capsys.readouterr().out == "7 executables ready in 2.0 s\n"
 
 
 @pytest.mark.parametrize(("typed", "prompt"), [("p", "p"), ("p\n", "p"), ("p\n\n", "p\n")])

@@ -1,21 +1,23 @@
-"""The compiled steps of an engine, one per bucket, and the choice among them while others still compile."""
+"""The compiled steps of an engine, one per bucket, compiled when they are wanted, and the choice among them."""
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
-from tqdm import tqdm
 
 from jaxinfer.device import compiles_on_device
+from jaxinfer.display.progress import Bar
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.sampling_params import FORMS, Form
@@ -23,7 +25,8 @@ from jaxinfer.sampling_params import FORMS, Form
 logger = logging.getLogger(__name__)
 
 COMPILING = "compiling"  # name prefix of the compiling threads
-DESCRIPTION = "compiling steps"
+DESCRIPTION = "compiling"
+SECONDS_BETWEEN_UPDATES = 0.5  # of the bar, while an executable is compiled
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
@@ -52,10 +55,11 @@ class Choice(NamedTuple):
 
 
 class CompiledSteps:
-    """Compiles a step for each bucket, in parallel. Only the buckets that hold any step are waited for.
+    """Compiles the steps that requests need, and chooses among those that are compiled.
 
-    The other buckets compile while the engine serves requests; the largest of a kind stands in for them. The first
-    token comes as early as possible, and no request waits for the compiler.
+    An engine waits for the buckets that hold any step. Any other bucket is compiled beside the requests once a step has
+    come that suits it best; until then the smallest that is ready stands in. So the first token comes as early as
+    possible, no request waits for the compiler, and nothing is compiled that no step wants.
     """
 
     def __init__(
@@ -64,22 +68,22 @@ class CompiledSteps:
         compile_bucket: Callable[[Bucket], jax.stages.Compiled],
         known: Mapping[Bucket, jax.stages.Compiled] = MappingProxyType({}),
     ) -> None:
-        """Starts to compile all buckets that are not in `known`, the steps compiled already."""
-        self._buckets = tuple(buckets)
+        """Starts to compile the buckets that hold any step; `known` are compiled already."""
+        self._buckets, self._compile_bucket = tuple(buckets), compile_bucket
+        self._draw_forms = draw_forms_of(self._buckets)
         self._known = dict(known)
-        # The compiler releases the interpreter lock and has threads of its own; half of the cores stay for requests.
-        # It finishes at the end of the process, so that the next process finds the steps on disk.
-        pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
-        self._enough = enough_buckets(self._buckets)
-        order = sorted(self._buckets, key=lambda bucket: (bucket not in self._enough, bucket.is_draw))
-        order = [bucket for bucket in order if bucket not in known]
-        # In the order of compilation. Never changed, so any thread may wait for them.
-        self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
-        pool.shutdown(wait=False)
-        # The rest belongs to the thread that chooses.
+        # Of any thread, under the lock.
+        self._lock = threading.Lock()
+        self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {}
+        self._to_compile: deque[Bucket] = deque()
+        self._num_threads = self._num_waiting = 0
+        self._is_cancelled = False
+        # Of the thread that chooses.
         self._compiled = dict(known)
-        self._to_come = order
+        self._collected: set[Bucket] = set()  # of `_ended`, what `_compiled` has, and what has failed
         self._record_ready()
+        self._enough = enough_buckets(self._buckets)
+        self._demand(self._enough)
 
     def wait_for_enough(self, *, show_progress: bool = False) -> None:
         """Waits for the buckets that hold any step, or for all if compiling while serving is impossible."""
@@ -90,63 +94,127 @@ class CompiledSteps:
         self._collect()
 
     def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
-        """Waits until every bucket has its step; raises the compiler's exceptions. Any thread may call it."""
+        """Compiles every bucket; raises the compiler's exceptions. Any thread may call it."""
         self._wait_for(self._buckets, show_progress, description)
 
     def cancel(self) -> None:
         """Cancels the compilations that have not begun."""
-        for step in self._futures.values():
-            step.cancel()
+        with self._lock:
+            self._is_cancelled = True
+            for step in self._futures.values():
+                step.cancel()
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
         """Returns the steps compiled so far, by bucket. Any thread may read it."""
-        done = [(bucket, future) for bucket, future in self._futures.items() if future.done()]
-        succeeded = {b: f.result() for b, f in done if not f.cancelled() and f.exception() is None}
-        return self._known | succeeded
+        return self._known | {b: f.result() for b, f in self._ended().items() if f.exception() is None}
 
     def choose(self, step: Step) -> Choice:
-        """Returns the smallest compiled bucket that holds the step, and its executables."""
-        self._collect()
-        form = draw_form(self._with_draw, step)
-        bucket = choose_bucket(self._ready if form is None else self._with_draw[form], step)
-        draw = None if form is None else bucket.draw(form)
-        return Choice(bucket, self._compiled[bucket], None if draw is None else (draw, self._compiled[draw]))
+        """Returns the smallest compiled bucket that holds the step, and its executables.
+
+        If a smaller one would hold it, that is compiled for later steps.
+        """
+        form = draw_form(self._draw_forms, step)
+        best = choose_bucket(self._buckets, step)
+        choice = self._choice(best, form)
+        if choice is None:
+            self._demand((best,) if form is None else (best, best.draw(form)))
+            self._collect()
+            ready = self._ready if form is None else self._with_draw[form]
+            choice = self._choice(choose_bucket(ready, step), form)
+            assert choice is not None
+        return choice
 
     def of(self, bucket: Bucket) -> jax.stages.Compiled:
         """Returns the step of a bucket; KeyError if it is not compiled."""
         self._collect()
         return self._compiled[bucket]
 
+    def _choice(self, bucket: Bucket, form: Form | None) -> Choice | None:
+        """Returns the executables of a bucket; None if one is not compiled."""
+        compiled = self._compiled.get(bucket)
+        if compiled is None or form is None:
+            return None if compiled is None else Choice(bucket, compiled, None)
+        draw = bucket.draw(form)
+        return None if draw not in self._compiled else Choice(bucket, compiled, (draw, self._compiled[draw]))
+
+    def _demand(self, buckets: Iterable[Bucket]) -> list[Future[jax.stages.Compiled]]:
+        """Has buckets compiled that are not yet, steps before draws; returns the results to come."""
+        with self._lock:
+            wanted = [bucket for bucket in buckets if bucket not in self._known]
+            for bucket in sorted(wanted, key=lambda bucket: bucket.is_draw):
+                if bucket not in self._futures:
+                    self._futures[bucket] = future = Future()
+                    self._to_compile.append(bucket)
+                    if self._is_cancelled:
+                        future.cancel()
+            # The compiler releases the interpreter lock and has threads of its own; half of the cores stay for
+            # requests.
+            most = max((os.cpu_count() or 1) // 2, 1)
+            for _ in range(min(most - self._num_threads, len(self._to_compile))):
+                self._num_threads += 1
+                threading.Thread(target=self._compile, name=f"{COMPILING}-{self._num_threads}").start()
+            return [self._futures[bucket] for bucket in wanted]
+
+    def _compile(self) -> None:
+        """Compiles what is demanded, in this thread, as long as the program runs."""
+        while True:
+            with self._lock:
+                # When the main thread has ended, Python waits for this one, and the other steps are not needed.
+                if not self._to_compile or not (self._num_waiting or threading.main_thread().is_alive()):
+                    self._num_threads -= 1
+                    return
+                bucket = self._to_compile.popleft()
+                future = self._futures[bucket]
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._compile_bucket(bucket))
+                except BaseException as error:
+                    future.set_exception(error)
+
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
-        futures = [future for bucket, future in self._futures.items() if bucket in buckets]
-        is_done = all(future.done() for future in futures)
-        for future in tqdm(futures, desc=description, unit="step", disable=is_done or not show_progress):
-            try:
-                future.result()
-            except CancelledError:
-                raise RuntimeError("the engine was closed before its steps were compiled; make a new one") from None
+        with self._lock:
+            self._num_waiting += 1
+        try:
+            futures = self._demand(buckets)
+            is_shown = show_progress and not all(future.done() for future in futures)
+            with Bar(len(futures), unit="executable", description=description, show=is_shown) as bar:
+                for future in futures:
+                    while not concurrent.futures.wait([future], SECONDS_BETWEEN_UPDATES).done:
+                        bar.update(0)
+                    future.result()
+                    bar.update()
+        except CancelledError:
+            raise RuntimeError("the engine was closed before its steps were compiled; make a new one") from None
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
 
     def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
         # By the forms in which the engine draws apart: the steps whose draw is compiled too.
         self._with_draw: dict[Form, tuple[Bucket, ...]] = {
             form: tuple(bucket for bucket in self._ready if bucket.draw(form) in self._compiled)
-            for form in draw_forms_of(self._buckets)
+            for form in self._draw_forms
         }
 
     def _collect(self) -> None:
         """Makes the steps that were compiled since the last call available to `choose`."""
-        if not self._to_come or not any(self._futures[bucket].done() for bucket in self._to_come):
+        ended = self._ended()
+        if len(ended) == len(self._collected):
             return
-        done = [bucket for bucket in self._to_come if self._futures[bucket].done()]
-        self._to_come = [bucket for bucket in self._to_come if bucket not in done]
-        for bucket in done:
-            if (error := self._futures[bucket].exception()) is None:
-                self._compiled[bucket] = self._futures[bucket].result()
+        for bucket in ended.keys() - self._collected:
+            if (error := ended[bucket].exception()) is None:
+                self._compiled[bucket] = ended[bucket].result()
             else:
                 logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
+        self._collected = {*ended}
         self._record_ready()
+
+    def _ended(self) -> dict[Bucket, Future[jax.stages.Compiled]]:
+        """Returns the compilations that have ended, in success or failure."""
+        with self._lock:
+            return {b: future for b, future in self._futures.items() if future.done() and not future.cancelled()}
 
 
 def draw_forms_of(buckets: Iterable[Bucket]) -> set[Form]:

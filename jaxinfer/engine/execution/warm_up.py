@@ -150,7 +150,7 @@ def resident_bytes(params: Params, speculation: PreparesDrafts | None) -> int:
 
 
 class WarmUp:
-    """Compiles the shape that holds any step, fits the number of pages, and compiles the other shapes afterwards.
+    """Compiles the shape that holds any step, and fits the number of pages. Others are compiled when steps want them.
 
     The pages are at most those of the target's cache. With a memory limit, the largest shape of each kind compiles
     first, to measure the memory that steps need. Raises ValueError if the device, or EngineConfig.memory_bytes, has no

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from jaxinfer.display.html import table
 from jaxinfer.engine.kv_cache.tiers import TierMetrics
 from jaxinfer.engine.request.completion import Timings
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
-from jaxinfer.html import table
 
 
 @dataclass(frozen=True, kw_only=True)

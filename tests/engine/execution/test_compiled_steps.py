@@ -1,4 +1,7 @@
-"""Any request is computed as soon as one step is compiled, and with every step afterwards, to the same bits."""
+"""Any request is computed as soon as one step is compiled, and with every step afterwards, to the same bits.
+
+A step is compiled when it is wanted, and a process ends without those that are not.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import time
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
 from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from tests.engine.engines import content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.execution.test_batch_builder import make_step
@@ -57,6 +60,25 @@ def test_every_step_has_its_own_when_all_are_compiled(gate):
     assert steps.choose(make_step([(0, 9), (0, 50)]))[1] == "prefill 64"
 
 
+def test_what_no_step_wants_is_not_compiled(gate):
+    names = []
+
+    def compile_bucket(bucket):
+        names.append(bucket.name)
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_enough()
+    assert names == [LAST.name]
+
+    steps.choose(DECODE)
+    while len(names) < 2:
+        time.sleep(0.01)
+    steps.choose(DECODE)
+
+    assert names == [LAST.name, "decode 8"]
+
+
 def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
     steps = steps_behind(gate)
     gate.set()
@@ -89,13 +111,13 @@ def test_a_step_that_draws_apart_takes_a_bucket_whose_draw_is_compiled(gate, mon
     assert steps.choose(apart(1)).draw == (LAST.draw("full"), "full draw 8")
     while steps.choose(make_step([(5, 1)])).compiled != "decode 1":
         pass
-    assert steps.choose(apart(1))[1:] == ("decode 8", (LAST.draw("full"), "full draw 8"))
+    assert steps.choose(apart(1))[1:] == (LAST.name, (LAST.draw("full"), "full draw 8"))
     gate.set()
 
     steps.wait()
 
-    # The step that holds any other, with its draw, comes first, and steps before draws.
-    assert names == [LAST.name, "full draw 8", "decode 1", "decode 8", "full draw 1"]
+    # The step that holds any other comes first, then what a step has wanted; each time steps before draws.
+    assert names == [LAST.name, "full draw 8", "decode 1", "full draw 1", "decode 8"]
     assert steps.choose(apart(1))[1:] == ("decode 1", (draws[0], "full draw 1"))
 
 
@@ -166,16 +188,43 @@ def test_threads_may_wait_for_the_steps_that_another_chooses_from():
         sys.setswitchinterval(interval)
 
 
-def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_done(gate, capsys):
+def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_done(gate, lines_at_once, capsys):
     steps = steps_behind(gate)
     gate.set()
 
-    steps.wait(show_progress=True, description="compiling for the next start")
+    steps.wait(show_progress=True, description="compiling all steps")
     waited = capsys.readouterr().err
-    steps.wait(show_progress=True, description="compiling for the next start")
+    steps.wait(show_progress=True, description="compiling all steps")
 
-    assert "compiling for the next start: 100%" in waited
+    assert "compiling all steps: 100%" in waited
     assert capsys.readouterr().err == ""
+
+
+def test_the_end_of_a_program_waits_for_no_step_that_has_not_begun():
+    program = (
+        "import os, time; os.cpu_count = lambda: 2; "
+        "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
+        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "steps = CompiledSteps(buckets, lambda bucket: (print(bucket.name, flush=True), time.sleep(1))); "
+        "steps.wait_for_enough(); steps._demand(buckets)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
+
+    assert len(result.stdout.splitlines()) <= 2
+
+
+def test_a_thread_that_waits_has_all_steps_after_the_end_of_the_main_thread():
+    program = (
+        "import threading, time; "
+        "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
+        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "steps = CompiledSteps(buckets, lambda bucket: time.sleep(0.1)); "
+        "wait = lambda: (time.sleep(0.5), steps.wait(), print(len(steps.compiled) == len(buckets))); "
+        "threading.Thread(target=wait).start()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
+
+    assert result.stdout == "True\n"
 
 
 def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
@@ -184,9 +233,11 @@ def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
         "import signal, threading, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
         "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
-        "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or time.sleep(20)); "
+        "begun = threading.Event(); "
+        "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or begun.set() or time.sleep(20)); "
         # Called when the program has ended and the process begins to wait for its threads.
-        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_enough()"
+        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_enough(); "
+        "steps._demand(buckets); begun.wait()"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -202,7 +253,7 @@ import sys, threading
 import jax, jax.numpy as jnp
 from jaxinfer.cli import main
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
 from jaxinfer.engine.execution.step_shapes import plan_buckets
 
 has_begun = threading.Event()
@@ -223,6 +274,7 @@ def command():
     buckets = plan_buckets(EngineConfig())
     steps = CompiledSteps(buckets, compile_bucket)
     steps.wait_for_enough()
+    steps._demand(buckets)
     has_begun.wait()
     steps.cancel()
     print("ends", flush=True)
@@ -236,8 +288,8 @@ main.run()
 
 
 @pytest.mark.parametrize(("end", "status"), [("0", 0), ("1", 1), ("2", 2), ("raise", 1)])
-def test_a_server_that_ends_leaves_the_compiler(end, status):
-    command = [sys.executable, "-c", COMMAND, "serve", end]
+def test_a_command_that_ends_leaves_the_compiler(end, status):
+    command = [sys.executable, "-c", COMMAND, "generate", end]
 
     process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
@@ -291,9 +343,9 @@ def test_a_failure_at_the_last_is_raised():
 
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
     expected, steps = contents(llm), runner_of(llm).compiled_steps
-    last = steps._ready[-1:]
-    monkeypatch.setattr(steps, "_ready", last)
-    monkeypatch.setattr(steps, "_with_draw", dict.fromkeys(steps._with_draw, last))
+    last = enough_buckets(steps._buckets)
+    monkeypatch.setattr(steps, "_compiled", {bucket: steps.of(bucket) for bucket in last})
+    steps._record_ready()
 
     with recorded_steps(llm) as computed:
         assert contents(llm) == expected

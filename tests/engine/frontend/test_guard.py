@@ -15,6 +15,7 @@ import pytest
 from jaxinfer.engine.frontend.guard import Guard
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from tests.display.test_html import Page
 from tests.engine.engines import (
     GREEDY,
     ScriptedDrafter,
@@ -27,7 +28,6 @@ from tests.engine.engines import (
     token_ids_of,
 )
 from tests.engine.probe import runner_of, scheduler_of
-from tests.test_html import Page
 
 COMPLETION = Completion(
     request_id=0,

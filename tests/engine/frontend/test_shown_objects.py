@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from tests.display.test_html import Page
 from tests.engine.engines import GREEDY, generate
-from tests.test_html import Page
 
 
 def test_objects_of_an_engine_show_themselves(llm):

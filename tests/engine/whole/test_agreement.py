@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import SamplingParams, load_checkpoint, log_probs
+from tests.display.test_html import Page
 from tests.engine.engines import generate, small_engine
-from tests.test_html import Page
 
 # Texts of at most 16 and of at most 64 tokens, with their samples: two gradients are compiled.
 PROMPTS = [[*range(5, 14)], [*range(1, 40)], "a b c d e"]

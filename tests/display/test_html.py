@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxinfer.html import COLORS, MAX_SPANS, MAX_TOKENS, Span, TokenView, bar, lanes, table
+from jaxinfer.display.html import COLORS, MAX_SPANS, MAX_TOKENS, Span, TokenView, bar, lanes, table
 
 HOSTILE = "<script>alert('1')</script> \"quoted\" onload=x &amp; </span>"
 

@@ -1,4 +1,4 @@
-"""Options of XLA for CPUs that must be set before JAX starts its devices."""
+"""Options of XLA that must be set before JAX starts its devices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,29 @@ SHARED_THREADS = (
 )
 
 
-def set_cpu_flags() -> None:
-    """Sets the options of XLA for this process and those it starts; what the user's XLA_FLAGS has stays."""
+# The part of a GPU's memory that JAX takes. The rest is for the driver, and for what XLA allocates beside its pool.
+MEMORY_FRACTION = 0.92
+FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+# With one of these the user has said how JAX takes memory.
+MEMORY_VARIABLES = (
+    *(FRACTION_VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"),
+)
+
+
+def set_xla_options() -> None:
+    """Sets the options of XLA for this process and those it starts; what the user's variables say stays."""
     forbid_fused_products()
     give_devices_threads()
+    if not any(os.environ.get(name) for name in MEMORY_VARIABLES):
+        take_memory(MEMORY_FRACTION)
+
+
+def take_memory(fraction: float) -> None:
+    """Has JAX take this part of a GPU's memory, three quarters otherwise, whatever the user's variables say."""
+    # JAX ends with an error if both are set.
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ[FRACTION_VARIABLE] = str(fraction)
 
 
 def give_devices_threads() -> None:

@@ -1,4 +1,4 @@
-"""On x86, importing jaxinfer keeps XLA from adding to products before they are rounded.
+"""On x86, importing jaxinfer keeps XLA from adding to products before they are rounded; JAX takes most of a GPU.
 
 The user's flags or an early start of JAX may prevent that; then the engine and the doctor say so.
 """
@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from jaxinfer import LLM, cpu_flags
+from jaxinfer import LLM, xla_options
 from jaxinfer.cli import doctor
 from jaxinfer.cli.main import main
 from jaxinfer.engine import assembly
@@ -48,11 +48,42 @@ def test_products_are_rounded_unless_the_user_says_otherwise_or_jax_has_started(
     assert run(program, flags) == shown
 
 
+@pytest.mark.parametrize(
+    ("variables", "fraction"),
+    [
+        ({}, "0.92"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "None"),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "None"),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "None"),
+    ],
+)
+def test_jax_takes_most_of_a_gpu_unless_the_user_says_otherwise(variables, fraction, monkeypatch):
+    for name in xla_options.MEMORY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert run("import jaxinfer, os; print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))", "") == fraction
+
+
+def test_an_option_of_the_commands_sets_the_part_whatever_variables_say(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.4")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+
+    assert main(["generate", "p", "--memory-fraction", "0.7", "--model", "/nowhere"]) == 2
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.7"
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    for wrong in ("0", "1.5", "most", "nan"):
+        assert main(["generate", "p", "--memory-fraction", wrong]) == 2
+        assert f"'{wrong}' is not of the form FLOAT" in capsys.readouterr().err
+
+
 def test_a_jaxlib_that_may_not_know_the_option_does_not_get_it(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    monkeypatch.setattr(cpu_flags, "version", lambda _: "0.13.0")
+    monkeypatch.setattr(xla_options, "version", lambda _: "0.13.0")
 
-    cpu_flags.forbid_fused_products()
+    xla_options.forbid_fused_products()
 
     assert os.environ["XLA_FLAGS"] == ""
 
