@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.names import explains_names, refuse
 from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
 from jaxinfer.sampling_params import SamplingParams as SamplingParams
 from jaxinfer.validation import (
@@ -24,8 +26,12 @@ from jaxinfer.validation import (
 NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
+# Names of other engines for checkpoints that are packed already.
+PACKED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "mxfp4", "nvfp4", "modelopt", "compressed-tensors", "gguf")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 ATTENTIONS = ("reference",)
+# The parameters of `LLM` beside the fields of EngineConfig.
+LLM_PARAMETERS = ("model", "config", "dtype", "logits_processors", "speculation", "devices", "show_progress")
 # The fields of EngineConfig that a plan of `jaxinfer.capacity` counts.
 PLANNED_FIELDS = (
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len"),
@@ -34,6 +40,7 @@ PLANNED_FIELDS = (
 MAX_DEVICES = 2**16  # of a mesh axis
 
 
+@explains_names
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The page pools: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name).
@@ -67,6 +74,7 @@ class CacheConfig:
         require_int("num_draft_states", self.num_draft_states, 0)
 
 
+@explains_names
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """The devices of an engine: `replicas` copies of the model, each on `tensor` times `experts` devices.
@@ -100,6 +108,7 @@ class Parallelism:
         return self.tensor * self.experts
 
 
+@explains_names
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Limits and options of the engine; together with the model they determine every compiled shape.
@@ -285,7 +294,28 @@ class EngineConfig:
         require(is_whole, "disk_cache_path", path, f"a folder if and only if disk_cache_bytes={limit} is given")
 
 
+def with_fields(place: str, config: EngineConfig | None, fields: Mapping[str, Any]) -> EngineConfig | None:
+    """Returns a configuration with other values of some fields; TypeError for a field that is unknown.
+
+    `place` is the class that was given the fields, beside parameters of its own.
+    """
+    if not fields:
+        return config
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    if not names.issuperset(fields):
+        others = {"SamplingParams": {field.name for field in dataclasses.fields(SamplingParams)}}
+        refuse(place, fields.keys() - names, {*names, *LLM_PARAMETERS}, others)
+    config = EngineConfig() if config is None else config
+    require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
+    return dataclasses.replace(config, **fields)
+
+
 def require_quantization(value: Any) -> None:
+    """Raises ValueError for anything but None and the names of what weights are rounded to while they load."""
+    if isinstance(value, str) and value.lower() in PACKED:
+        raise ValueError(
+            f"quantization={value!r} is not allowed: a checkpoint that is packed so loads as it is, so leave it out"
+        )
     _require_name_or_none("quantization", value, QUANTIZATIONS)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from jaxinfer.names import explains_names
 from jaxinfer.plain_values import plain_mapping
 from jaxinfer.validation import (
     MAX_FLOAT,
@@ -63,6 +64,10 @@ class TotalLength(int):
         return f"TotalLength({int(self)})"
 
 
+OFF = -1  # of some parameters, as in other engines
+LEFT_OUT: Mapping[str, int | None] = {"top_k": 0, "seed": None, "max_tokens": TotalLength(MAX_INT)}
+
+
 # The forms in which a step draws, each of which can do more than the one before: by the temperature alone; with top_k,
 # top_p and min_p; and with every parameter.
 Form = Literal["plain", "filtered", "full"]
@@ -75,6 +80,7 @@ def widest_form(params: Iterable[SamplingParams]) -> Form:
     return "full" if "full" in forms else "filtered" if "filtered" in forms else "plain"
 
 
+@explains_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the engine samples the tokens of one request, and when the request ends.
@@ -102,9 +108,9 @@ class SamplingParams:
     Sampling, in this order:
 
     * `temperature` divides the logits. 0 takes the most probable token; the filters then have no effect.
-    * `top_k` (0 is off), `top_p` (1 is off), `min_p` (0 is off) and `typical_p` (1 is off) filter the tokens.
-    * `seed` (64 bits) fixes the samples: token i of sample j depends on (seed, j, i) and the logits alone. None lets
-      the engine choose a seed, which the completion reports.
+    * `top_k` (0 or -1 is off), `top_p` (1 is off), `min_p` (0 is off) and `typical_p` (1 is off) filter the tokens.
+    * `seed` (64 bits) fixes the samples: token i of sample j depends on (seed, j, i) and the logits alone. None or -1
+      lets the engine choose a seed, which the completion reports.
 
     Samples and log-probabilities:
 
@@ -119,8 +125,8 @@ class SamplingParams:
 
     End of the request:
 
-    * `max_tokens`: the most tokens to generate. This number and `min_tokens` may be a `TotalLength`, which counts the
-      prompt's tokens too.
+    * `max_tokens`: the most tokens to generate; -1 and None allow all that the prompt leaves of the model's length.
+      This number and `min_tokens` may be a `TotalLength`, which counts the prompt's tokens too.
     * `stop`: strings; the text ends before the first of them.
     * `stop_token_ids`: the output ends at one of these tokens, in addition to the model's end tokens.
     * `ignore_eos`: go on after the model's end tokens. A structure then ends only when nothing else may follow.
@@ -166,6 +172,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
+        for name, value in LEFT_OUT.items():
+            if is_int(getattr(self, name)) and getattr(self, name) == OFF:
+                object.__setattr__(self, name, value)
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", LEFT_OUT["max_tokens"])
         require_int("n", self.n, 1)
         if self.best_of is not None:
             require_int("best_of", self.best_of, self.n)

@@ -127,9 +127,9 @@ REFUSED = [
     (EngineConfig, "disk_cache_path", "folder without a limit"),
     *((EngineConfig, "max_mixed_tokens", value) for value in (0, 64.0, True, "64")),
     *((EngineConfig, "max_waiting", value) for value in (-1, 1.0, True, "8")),
-    *((SamplingParams, "max_tokens", value) for value in NOT_SIZES),
+    *((SamplingParams, "max_tokens", value) for value in NOT_SIZES if value not in (-1, None)),
     *((SamplingParams, "temperature", value) for value in (*NOT_NUMBERS, -1e-9)),
-    *((SamplingParams, "top_k", value) for value in (-1, 1.0, True, "8", None)),
+    *((SamplingParams, "top_k", value) for value in (-2, 1.0, True, "8", None)),
     *((SamplingParams, "top_p", value) for value in (*NOT_NUMBERS, 0, 0.0, -0.1, 1.0000001, 2)),
     *((SamplingParams, "min_p", value) for value in (*NOT_NUMBERS, -0.1, 1.0000001)),
     *((SamplingParams, "n", value) for value in NOT_SIZES),
@@ -148,7 +148,7 @@ REFUSED = [
     *((SamplingParams, "logits_processors", {"a": value}) for value in NOT_NUMBERS),
     *((SamplingParams, "logits_processors", value) for value in ({1: 1}, (("a", 1), ("a", 2)), ("ab",), 5)),
     *((SamplingParams, "choices", value) for value in ((), ("",), (1,), 1, "ab")),
-    *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
+    *((SamplingParams, "seed", value) for value in (-2, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
     *((SamplingParams, "prompt_log_probs", value) for value in (-1, 1.0, True, "8")),
     *((SamplingParams, name, value) for name in ("ignore_eos", "skip_special_tokens") for value in NOT_BOOLS),
@@ -193,6 +193,12 @@ ACCEPTED = [
 def test_a_value_out_of_bounds_is_refused_by_field_and_value(kind, field, value):
     with pytest.raises(ValueError, match=re.escape(f"{field}={value!r} ")):
         kind(**{**MINIMAL[kind], field: value})
+
+
+@pytest.mark.parametrize("name", ["awq", "GPTQ", "fp8", "gguf"])
+def test_the_name_of_a_packed_format_is_answered_by_leaving_it_out(name):
+    with pytest.raises(ValueError, match=f"quantization='{name}' is not allowed: .* loads as it is, so leave it out"):
+        EngineConfig(quantization=name)
 
 
 def arguments_of(config: ModelConfig) -> dict[str, Any]:

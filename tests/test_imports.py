@@ -18,9 +18,10 @@ FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py
 # Bottom first: a package imports only packages above its own line here, and only those that it names.
 ALLOWED = {
     "plain_values": "",
+    "names": "",
     "validation": "plain_values",
-    "sampling_params": "plain_values validation",
-    "config": "sampling_params validation",
+    "sampling_params": "names plain_values validation",
+    "config": "names sampling_params validation",
     "device": "validation",
     "json_lines": "validation",
     "atomic_file": "",
@@ -47,8 +48,8 @@ ALLOWED = {
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
-    " engine.scheduling model parallel plain_values sampling_params text validation",
-    "openai": "config engine.frontend engine.request json_lines sampling_params text validation",
+    " engine.scheduling model names parallel plain_values sampling_params text validation",
+    "openai": "config engine.frontend engine.request json_lines names sampling_params text validation",
 }
 # The command line, the server, the simulation, capacity plans, batch jobs and the engine's own few modules may import
 # all of these.

@@ -31,6 +31,7 @@ from jaxinfer.cli import adapters, bench, chat, plan, quantize, serve
 from jaxinfer.cli.options import add_fields, add_processes, from_arguments, join_processes, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.names import way_out
 from jaxinfer.validation import cut
 from jaxinfer.xla_options import MEMORY_FRACTION, take_memory
 
@@ -57,16 +58,37 @@ WARM_UP = "compile all steps of a model, which later starts then load from disk"
 WARM_UP_OPTIONS = (
     "Steps are compiled for a machine and for the engine's limits: give the options of the starts to come."
 )
+# The commands whose argument without a name is the model.
+TAKE_MODEL = ("chat", "serve", "bench", "warm-up", "doctor")
 # EngineConfig fields without effect on the output of generate and batch.
 OMITTED = ("ttft_target", "tpot_target")
 
 
 class _Parser(argparse.ArgumentParser):
+    """Parser of the program or of a command; what it has parsed has itself as `parser`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.set_defaults(parser=self)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Ends the program for arguments that the command does not know, with the way out for the first option."""
+        name = next((each for each in unknown if each.startswith("-")), "").partition("=")[0]
+        answer = way_out(_parameter(name), set(map(_parameter, self._option_string_actions)), write=_option)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {answer}" if answer else ""))
+
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"jaxinfer: error: {_one_line(message)} (try `{self.prog} --help`)\n")
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = super().parse_args(*args, **kwargs)
+        arguments, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            getattr(arguments, "parser", self).refuse(unknown)
+        model, named = getattr(arguments, "model", None), vars(arguments).pop("named_model", None)
+        if named is not None:
+            if model is not None:
+                self.error(f"the model is given twice, as {model} and as {named}; leave one out")
+            arguments.model = named
         for name, value in vars(arguments).items():
             if isinstance(value, list) and (not value or [] in value):  # Python 3.11 parses `--name=--` like this
                 self.error(f"argument --{name.replace('_', '-')}: expected a value, not '--'")
@@ -127,6 +149,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxinfer: error: out of memory ({_one_line(error)}); {way_out}", file=sys.stderr)
         return EXIT_USAGE
     return status or 0
+
+
+def _parameter(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _option(parameter: str) -> str:
+    return "--" + parameter.replace("_", "-")
 
 
 def _one_line(error: object) -> str:
@@ -209,11 +239,9 @@ def _parser() -> argparse.ArgumentParser:
     for command, omit in omitted.items():
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         model = command.add_argument_group("model")
-        help_ = "folder or name of a checkpoint; the bundled model when it is left out"
-        if command is warmer:
-            model.add_argument("model", nargs="?", help=help_)
-        else:
-            model.add_argument("--model", help=help_)
+        model.add_argument("-m", "--model", help="folder or name of a checkpoint; without it, the bundled model")
+        if command.prog.split()[-1] in TAKE_MODEL:
+            command.add_argument("named_model", nargs="?", metavar="MODEL", help="the same as --model")
         model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
         memory = command.add_argument_group("memory")
         memory.add_argument(
@@ -422,7 +450,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     from jaxinfer.batch_job import merge_shards
 
-    own = ("run", "input", "output", "errors", "merge", "quiet", "takes_one_adapter")
+    own = ("run", "parser", "input", "output", "errors", "merge", "quiet", "takes_one_adapter")
     given = sorted(name for name, value in vars(arguments).items() if name not in own and value is not None)
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)

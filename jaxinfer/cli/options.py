@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -129,6 +130,10 @@ PROCESSES = (
 )
 
 
+SIZE = "SIZE"  # form of a number of bytes
+UNITS = {f"{prefix}{i}B": (1024 if i else 1000) ** (n + 1) for n, prefix in enumerate("KMGT") for i in ("I", "")}
+
+
 # Options that may be repeated, with one value each time: (parser of a value, its form in the help).
 REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
@@ -170,7 +175,8 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
         options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
     else:
         kind = next(iter(get_args(hint)), hint)  # the first type in int | None is the type of a value
-        read, metavar = REPEATED.get(field.name, (kind, kind.__name__.upper()))
+        of_kind = (read_size, SIZE) if field.name.endswith("_bytes") else (kind, kind.__name__.upper())
+        read, metavar = REPEATED.get(field.name, of_kind)
         options["type"], options["metavar"] = reader(read, metavar), metavar
         if field.name in REPEATED:
             options["action"] = "append"
@@ -181,6 +187,13 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     group.add_argument("--" + named.replace("_", "-"), **options)
 
 
+def read_size(text: str) -> int:
+    """Returns the bytes that a text states: a number, or one with a unit, such as 16GiB or 1.5GB."""
+    if (found := re.fullmatch(r"([0-9.]+) ?([KMGT]I?B)", text.upper())) is None:
+        return int(text)
+    return round(float(found[1]) * UNITS[found[2]])
+
+
 def reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
     """Wraps the parser of an option's value; its error message shows the expected form."""
 
@@ -188,7 +201,8 @@ def reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
         try:
             return read(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not of the form {metavar}") from None
+            example = ", such as 16GiB or 17179869184" if metavar == SIZE else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form {metavar}{example}") from None
 
     return checked
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cli import adapters
 from jaxinfer.cli.chat import read_template
-from jaxinfer.cli.options import from_arguments
+from jaxinfer.cli.options import SIZE, from_arguments, read_size, reader
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_FILE_BYTES
 from jaxinfer.validation import as_path, require_int, require_real
@@ -44,7 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let requests bring chat templates, which are programs; each may hold up the others for a second",
     )
-    group.add_argument(
+    keys = group.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--api-key", metavar="KEY", help="key that all requests need; other users of the machine see it, unlike --keys"
+    )
+    keys.add_argument(
         "--keys",
         metavar="FILE",
         help='JSON lines of {"key", "tenant", "priority", "max_in_flight", "tokens_per_minute", "metrics"};'
@@ -64,9 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-body-bytes",
-        type=int,
+        type=reader(read_size, SIZE),
         default=MAX_BODY_BYTES,
-        metavar="INT",
+        metavar=SIZE,
         help=f"most bytes of a request's body, a sixteenth of all bodies together (default {MAX_BODY_BYTES})",
     )
     group.add_argument(
@@ -76,9 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-file-bytes",
-        type=int,
+        type=reader(read_size, SIZE),
         default=MAX_FILE_BYTES,
-        metavar="INT",
+        metavar=SIZE,
         help=f"most bytes of an uploaded file (default {MAX_FILE_BYTES})",
     )
     group.add_argument(
@@ -98,7 +102,7 @@ def serve(arguments: argparse.Namespace) -> None:
     try:
         import python_multipart  # noqa: F401  FastAPI needs it at the first upload
 
-        from jaxinfer.serve.access import read_clients
+        from jaxinfer.serve.access import only_client, read_clients
         from jaxinfer.serve.batches.file_store import FileStore
         from jaxinfer.serve.logs import set_up_logs
         from jaxinfer.serve.server import ServerConfig, make_server
@@ -124,6 +128,8 @@ def serve(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--tls-certificate and --tls-key cannot be used: {error}; give files in PEM") from None
     template = read_template(arguments.chat_template)
     clients = [] if arguments.keys is None else read_clients(as_path("--keys", arguments.keys))
+    if arguments.api_key is not None:
+        clients = [only_client(arguments.api_key)]
     folder = None if arguments.files is None else as_path("--files", arguments.files)
     store = None
     if folder is not None and not arguments.process_id:
@@ -173,7 +179,10 @@ def serve(arguments: argparse.Namespace) -> None:
     if not arguments.quiet:
         scheme = "http" if arguments.tls_certificate is None else "https"
         server.on_start = lambda port: print(
-            f"jaxinfer: serves at {scheme}://{arguments.host}:{port}/v1", file=sys.stderr, flush=True
+            f"jaxinfer: serves at {scheme}://{arguments.host}:{port}/v1\n"
+            f"jaxinfer: has a page for the browser at {scheme}://{arguments.host}:{port}/",
+            file=sys.stderr,
+            flush=True,
         )
     # Collections then look at the objects of requests alone, and not for long, as they hold the interpreter's lock.
     gc.collect()

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.config import EngineConfig, SamplingParams, with_fields
 from jaxinfer.display.progress import is_shown
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
@@ -79,11 +79,12 @@ class AsyncLLM:
         devices: Sequence[Any] | None = None,
         show_progress: bool | None = None,
         max_unread_tokens: int = 16_384,
+        **fields: Any,
     ) -> None:
         require_int("max_unread_tokens", max_unread_tokens, 1)
         self._engine = Engine(
             model,
-            config=config,
+            config=with_fields("AsyncLLM", config, fields),
             dtype=dtype,
             logits_processors=logits_processors,
             speculation=speculation,

@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.config import EngineConfig, SamplingParams, with_fields
 from jaxinfer.display.html import TokenView
 from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.engine.agreement import DESCRIBE_PROMPT, Agreement
@@ -53,7 +53,8 @@ class LLM:
 
     * `model`: a folder with a Hugging Face checkpoint, a GGUF file, or a Hub id of either. None takes the model
       of the package.
-    * `config`: the limits and options of the engine.
+    * `config`: the limits and options of the engine. Its fields may also be given as `fields`, keywords of the
+      constructor: `LLM(model, max_model_len=4096)`.
     * `dtype`: float32, bfloat16 or float16, or fp32, bf16 or fp16. None or "auto" takes float32 on CPU, bfloat16 on
       devices that support it, and float16 on all others.
     * `logits_processors`: your own functions by name, see `jaxinfer.sampling.processors.LogitsProcessor`. The engine
@@ -95,10 +96,11 @@ class LLM:
         speculation: str | Path | Drafter | None = None,
         devices: Sequence[Any] | None = None,
         show_progress: bool | None = None,
+        **fields: Any,
     ):
         self._engine = Engine(
             model,
-            config=config,
+            config=with_fields("LLM", config, fields),
             dtype=dtype,
             logits_processors=logits_processors,
             speculation=speculation,

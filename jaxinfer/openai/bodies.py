@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from jaxinfer.names import way_out
 from jaxinfer.text.answers.tools import MAX_TOOLS
 from jaxinfer.validation import cut
 
@@ -97,7 +98,8 @@ class Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()} | cls.REFUSED.keys()
         for name in given:
             if name not in known:
-                raise ValueError(f"{_plain(name)}: this field is unknown, and no field is ignored; leave it out")
+                answer = way_out(name, known) or "leave it out"
+                raise ValueError(f"{_plain(name)}: this field is unknown, and no field is ignored; {answer}")
         for name, (harmless, reason) in cls.REFUSED.items():
             if name in given and given.pop(name) not in harmless:
                 raise ValueError(f"{name} cannot be honoured: {reason}; leave it out")

@@ -9,12 +9,12 @@ from typing import Any
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
-from jaxinfer.sampling_params import TotalLength
+from jaxinfer.sampling_params import OFF, TotalLength
 from jaxinfer.text.tokenizer import Tokenizer
 
 # Fields with the name, meaning and values that they have in `SamplingParams`.
 SAME = (
-    *("n", "stop", "temperature", "presence_penalty", "frequency_penalty", "min_p"),
+    *("n", "stop", "temperature", "presence_penalty", "frequency_penalty", "top_k", "min_p", "seed"),
     *("typical_p", "repetition_penalty", "no_repeat_ngram_size", "bad_words", "allowed_token_ids", "min_tokens"),
     *("stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "choices", "grammar"),
     *("logits_processors", "prompt_log_probs"),
@@ -22,7 +22,6 @@ SAME = (
 EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
 THINKING_SWITCH = "enable_thinking"  # of other templates, which turns reasoning off
 ANY_OBJECT = {"type": "object"}
-OFF = -1  # of top_k, seed and max_tokens, as other servers have it
 LEAST_TOP_P = 1e-9  # in place of 0: it keeps the most probable token alone
 MAX_COMPLETION_TOKENS = 16  # of /v1/completions, where neither the request nor the checkpoint states it
 
@@ -133,12 +132,8 @@ def with_effort(tokenizer: Tokenizer | None, rendering: Mapping[str, Any]) -> di
 
 def _same(body: SamplingBody) -> dict[str, Any]:
     fields = {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    if body.top_k is not None:
-        fields["top_k"] = 0 if body.top_k == OFF else body.top_k
     if body.top_p is not None:
         fields["top_p"] = body.top_p or LEAST_TOP_P
-    if body.seed is not None:
-        fields["seed"] = None if body.seed == OFF else body.seed
     if body.logit_bias is not None:
         fields["logit_bias"] = [(_token_id(key), bias) for key, bias in body.logit_bias.items()]
     return fields

@@ -168,14 +168,26 @@ def read_clients(path: str | Path) -> list[Client]:
 _EXAMPLE = '{"key": "a long random text", "tenant": "ann"}'
 
 
+def only_client(key: str) -> Client:
+    """Returns the client of a server that has one key, who also reads the metrics; ValueError for an unusable key."""
+    if not key:
+        raise ValueError("--api-key is empty; give a long random text")
+    digest = _digest(key)
+    return Client(digest=digest, tenant=digest.hex()[:16], reads_metrics=True)
+
+
+def _digest(key: str) -> bytes:
+    if re.search(r"^\s|\s$|[\x00-\x1f\x7f]", key, re.ASCII):
+        raise ValueError("the key has a space at an end, or a character that no header holds; give one without")
+    return sha256(key.encode()).digest()
+
+
 def _client(entry: Any) -> Client:
     if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or len(entry["key"]) < 16:
         raise ValueError(f"give a JSON object with a key of at least 16 characters, such as {_EXAMPLE}")
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise ValueError(f"{shown(unknown[0])} is unknown; the fields are {', '.join(FIELDS)}")
-    if re.search(r"^\s|\s$|[\x00-\x1f\x7f]", entry["key"], re.ASCII):
-        raise ValueError("the key has a space at an end, or a character that no header holds; give one without")
-    digest = sha256(entry["key"].encode()).digest()
+    digest = _digest(entry["key"])
     # Clients without a name are tenants of their own.
     tenant, priority = entry.get("tenant", digest.hex()[:16]), entry.get("priority", "interactive")
     if not isinstance(tenant, str):

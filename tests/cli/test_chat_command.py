@@ -242,7 +242,7 @@ def test_tools_need_a_style(chat, scripted, tmp_path):
         (["--answer-style", "hermes"], "give --tools too"),
         (["--load", "/no/such/file"], "/no/such/file is no file"),
         (["--temperature", "-1"], "temperature=-1.0"),
-        (["--n", "2"], "unrecognized arguments: --n 2"),
+        (["--n", "2"], "unrecognized arguments: --n ("),
     ],
 )
 def test_mistakes_in_options_are_told_before_a_model_is_loaded(chat, llm, options, message):

@@ -18,6 +18,7 @@ from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_fo
 from jaxinfer.engine.request.page_keys import PageKeys, root_key
 from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, SharedPrompt
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.names import way_out
 from jaxinfer.parallel.placement import ONE_DEVICE
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.text.answers.structure import compile_structure
@@ -40,7 +41,9 @@ from jaxinfer.validation import (
 MAX_NAME_CHARACTERS = 4096  # of a tenant or a cache_salt
 
 
-Prompt = str | Sequence[int]
+# Text or token ids, or a mapping that has one of them under its key, as vLLM takes them.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 
 class PromptTooLongError(ValueError):
@@ -72,10 +75,12 @@ def check_names(options: Mapping[str, Any]) -> None:
     """Raises TypeError for an argument that is no field of `RequestOptions`."""
     unknown = sorted(options.keys() - RequestOptions.__annotations__.keys())
     if unknown:
-        raise TypeError(
-            f"unknown argument {unknown[0]}={shown(options[unknown[0]])}; the terms of a request are"
-            f" {', '.join(RequestOptions.__annotations__)}, and how its tokens are chosen is said by SamplingParams"
+        known = (*RequestOptions.__annotations__, "show_progress")
+        answer = way_out(unknown[0], known, {"SamplingParams": SamplingParams.__annotations__}) or (
+            f"the terms of a request are {', '.join(RequestOptions.__annotations__)}, and how its tokens are chosen is"
+            " said by SamplingParams"
         )
+        raise TypeError(f"unknown argument {unknown[0]}={shown(options[unknown[0]])}; {answer}")
 
 
 def checked_priority(priority: Any) -> Priority:
@@ -315,6 +320,10 @@ class Admission:
         """Returns the token ids of a text, or of token ids; ValueError names the parameter `name`."""
         prompt = as_plain(name, prompt)
         _require_value(name, prompt)
+        if isinstance(prompt, Mapping) and prompt.keys() <= PROMPT_KEYS:
+            # Of both, the token ids are what the text was encoded to.
+            prompt = as_plain(name, prompt.get("prompt_token_ids") or prompt.get("prompt"))
+            _require_value(name, prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
@@ -423,7 +432,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or several as a list of prompts; ValueError for more than MAX_ITEMS of them."""
     items = as_plain("prompts", prompts)
     _require_value("prompts", items)
-    if isinstance(items, str):
+    if isinstance(items, str) or (isinstance(items, Mapping) and items.keys() <= PROMPT_KEYS):
         return [items]
     if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes | bytearray | memoryview):
         raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")

@@ -219,6 +219,24 @@ def test_a_conversation_without_a_value_is_refused_by_its_number(llm, messages, 
         chat(llm, messages)
 
 
+def test_a_prompt_may_be_a_mapping_with_text_or_token_ids(llm):
+    ids = llm.tokenizer.encode("def add(")
+    prompts = ["def add(", {"prompt": "def add("}, {"prompt_token_ids": ids}, {"prompt": "x", "prompt_token_ids": ids}]
+
+    completions = llm.generate(prompts, GREEDY, show_progress=False)
+
+    assert len({(c.prompt_token_ids, c.token_ids) for c in completions}) == 1
+    assert llm.generate(prompts[1], GREEDY, show_progress=False)[0].token_ids == completions[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt": "a", "multi_modal_data": {}}, {"prompt_embeds": [0.5]}, {}, {"prompt": None}], ids=repr
+)
+def test_a_mapping_of_another_form_is_refused(llm, prompt):
+    with pytest.raises(ValueError, match="^prompts? .* (is neither text nor|are neither text, nor|is a missing value)"):
+        llm.generate(prompt, GREEDY, show_progress=False)
+
+
 @pytest.mark.parametrize("table", [FRAME, pa.Table.from_pandas(FRAME)])
 def test_a_table_of_prompts_is_refused_with_the_way_out(llm, table):
     with pytest.raises(ValueError, match="^prompt 0: prompt .* is neither text nor .*; give one column of a table$"):
