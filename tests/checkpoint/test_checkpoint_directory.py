@@ -176,7 +176,7 @@ def test_a_file_is_no_checkpoint(tmp_path):
         resolve_checkpoint(file)
 
 
-@pytest.mark.parametrize("path_or_id", ["someone/no-such-model", "/no/such/directory", "not an id", "./model"])
+@pytest.mark.parametrize("path_or_id", ["someone/no-such-model", "not an id"])
 def test_what_is_neither_local_nor_on_the_hub_is_refused(monkeypatch, path_or_id):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # The variable is read when huggingface_hub is imported, which has happened by now.
@@ -185,6 +185,13 @@ def test_what_is_neither_local_nor_on_the_hub_is_refused(monkeypatch, path_or_id
         resolve_checkpoint(path_or_id)
     assert repr(path_or_id) in str(refusal.value)
     assert "give the path of an existing directory" in str(refusal.value)
+
+
+@pytest.mark.parametrize("path", ["/no/such/directory", "./model", "~/no/such/model"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch, path):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("looked for it"))
+    with pytest.raises(ValueError, match=f"checkpoint '{path}' does not exist; give the path of a folder"):
+        resolve_checkpoint(path)
 
 
 def test_hub_id_is_downloaded_without_what_is_not_needed(monkeypatch, tmp_path):
