@@ -11,12 +11,14 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from jaxinfer.batch_job.files import File, as_file
+from jaxinfer.batch_job.line_form import LineForm
 from jaxinfer.batch_job.parquet import MAGIC, read_lines
-from jaxinfer.batch_job.records import custom_id_of
+from jaxinfer.batch_job.records import InvalidLine, custom_id_of, parse_request
 from jaxinfer.batch_job.shards import WHOLE, Shard
 from jaxinfer.json_lines import is_too_long, lines_of, parse_json
 
@@ -36,6 +38,7 @@ FORMATS = {
 }
 WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
 HEAD_BYTES = 64
+NUM_CHECKED = 100  # first lines, before a model is loaded
 ARRAY = re.compile(r'\[\s*[{"]')
 MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # of byte order, at the beginning of a file
 
@@ -109,6 +112,15 @@ def check_input(path: File) -> None:
             _check_lines(path, content)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} cannot be decompressed ({error}); compress it again") from None
+
+
+def check_lines(path: File, form: LineForm) -> None:
+    """Raises ValueError, before a model is loaded, if none of the first lines is a request."""
+    with open_lines(path) as lines:
+        entries = [parse_request(raw, number, form=form) for number, raw in islice(lines, NUM_CHECKED)]
+    wrong = [entry for entry in entries if isinstance(entry, InvalidLine)]
+    if wrong and len(wrong) == len(entries):
+        raise ValueError(f"none of the first {len(wrong)} lines is a request; line {wrong[0].line}: {wrong[0].message}")
 
 
 def _check_format(path: File, head: bytes) -> None:

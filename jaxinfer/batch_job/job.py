@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from jaxinfer.batch_job.files import File, as_file
-from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines
+from jaxinfer.batch_job.input import check_errors_path, check_input, check_lines, check_paths, open_lines
+from jaxinfer.batch_job.line_form import PLAIN, LineForm
 from jaxinfer.batch_job.output import ConvertedOutput, Done, OutputFile, match_lines, open_output
 from jaxinfer.batch_job.records import (
     InvalidLine,
@@ -58,6 +59,8 @@ class Summary:
     num_completed: int
     num_errors: int
     num_tokens: int  # generated, in this run
+    num_prompt_tokens: int  # of the lines completed in this run
+    num_cached_tokens: int  # of these, computed before for another line or request
     seconds: float
     first_texts: tuple[tuple[str, str], ...]  # of the first lines completed in this run: custom_id, prompt and answer
 
@@ -68,7 +71,8 @@ class Progress:
     def __init__(self, *, num_requests: int, num_done_before: int, num_errors_before: int) -> None:
         self.num_requests, self.num_done_before = num_requests, num_done_before
         self.num_errors_before = num_errors_before
-        self.num_completed = self.num_errors = self.num_tokens = 0
+        self.num_completed = self.num_errors = 0
+        self.num_tokens = self.num_prompt_tokens = self.num_cached_tokens = 0
         self.first_texts: list[tuple[str, str]] = []
         self._started_at = time.monotonic()
 
@@ -83,7 +87,10 @@ class Progress:
 
     def summary(self) -> Summary:
         """Returns the counters as they are now."""
-        names = ("num_requests", "num_done_before", "num_errors_before", "num_completed", "num_errors", "num_tokens")
+        names = (
+            *("num_requests", "num_done_before", "num_errors_before", "num_completed", "num_errors"),
+            *("num_tokens", "num_prompt_tokens", "num_cached_tokens"),
+        )
         counters = {name: getattr(self, name) for name in names}
         return Summary(**counters, seconds=self.seconds, first_texts=tuple(self.first_texts))
 
@@ -98,6 +105,7 @@ def run_batch(
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
     served_names: Sequence[str] = (),
+    form: LineForm = PLAIN,
 ) -> Summary:
     """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
 
@@ -113,6 +121,8 @@ def run_batch(
     is "batch" unless the line gives it; "tenant", "deadline" and "cache_salt" are as for `LLM.add`. Any other line gets
     a record with `error`. The engine has at most `max_in_flight` of the requests at a time. Memory holds only the
     custom_ids and digests of lines.
+
+    A line without a custom_id has its number as one. `form` has what all lines have in common, see `LineForm`.
 
     With `errors_path` the records of failed lines go into that file, and all others into the output.
 
@@ -147,6 +157,7 @@ def run_batch(
             as_file("output_path", output_path),
             None if errors_path is None else as_file("errors_path", errors_path),
             shard=as_shard(shard),
+            form=form,
             observe=show,
         )
 
@@ -158,10 +169,11 @@ def run_job(
     errors_file: File | None,
     *,
     shard: Shard = WHOLE,
+    form: LineForm = PLAIN,
     observe: Callable[[Progress], object],
 ) -> Summary:
     """Runs a job on any engine, as `run_batch` does on that of an `LLM`; `observe` is called after each record."""
-    identity = engine.identity()
+    identity = {**engine.identity(), **form.identity()}
     loaded = {name: digest[:ADAPTER_DIGEST_LEN] for name, digest in engine.adapter_digests().items()}
     file = shard.path(output_file)
     with ExitStack() as files:
@@ -188,10 +200,10 @@ def run_job(
         )
         observe(progress)
         is_table = any(f is not None and f.name.endswith(".parquet") for f in (output_file, errors_file))
-        job = _Job(engine, identity, output, errors, progress, observe, is_table=is_table)
+        job = _Job(engine, identity, output, errors, progress, observe, form=form, is_table=is_table)
         with open_lines(source, shard) as lines, job:
             try:
-                job.run(read_requests(lines, done, engine.default_sampling_params))
+                job.run(read_requests(lines, done, engine.default_sampling_params, form))
                 if progress.num_done == num_requests:
                     for each in dict.fromkeys((output, errors)):
                         each.finish()
@@ -223,16 +235,19 @@ def check_job(
     errors_path: str | Path | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
+    form: LineForm | None = None,
 ) -> None:
     """Checks the arguments of `run_batch` before a model is loaded; ValueError if it would refuse them.
 
-    Reads the whole input, and creates the output.
+    Reads the whole input, and creates the output. With a `form`, also refuses an input whose first lines all fail.
     """
     require_int("max_in_flight", max_in_flight, 1)
     part = as_shard(shard)
     source, output = check_paths(input_path, output_path)
     outputs = [output] if errors_path is None else [output, check_errors_path(source, output, errors_path)]
     check_input(source)
+    if form is not None:
+        check_lines(source, form)
     for file in outputs:
         with open_output(part.path(file)):
             pass
@@ -407,9 +422,10 @@ class _Job:
         progress: Progress,
         observe: Callable[[Progress], object],
         *,
+        form: LineForm,
         is_table: bool,
     ) -> None:
-        self._engine = engine
+        self._engine, self._form = engine, form
         self._identity = identity
         self._output, self._errors = output, errors
         self._progress, self._observe = progress, observe
@@ -473,6 +489,8 @@ class _Job:
         self._progress.num_tokens += len(completion.token_ids)
         if len(completions) == request.sampling_params.n:
             del self._in_flight[request_id]
+            self._progress.num_prompt_tokens += len(completion.prompt_token_ids)
+            self._progress.num_cached_tokens += min(each.num_cached_tokens for each in completions)
             self._record_completions(
                 request, begun, in_order(self._completions.pop(request_id), request.sampling_params)
             )
@@ -485,7 +503,7 @@ class _Job:
         try:
             completions = completions if begun.chats is None else begun.chats.answered(completions)
             identity = {**self._identity, **begun.adapter}
-            record = completion_line(request, completions, identity, self._engine.tokenizer)
+            record = completion_line(request, completions, identity, self._engine.tokenizer, self._form)
         except Exception as error:
             self._refuse(request, error)
             return

@@ -12,6 +12,7 @@ from jaxinfer.batch_job.records import format_record
 MAGIC = b"PAR1"
 INDEX = re.compile(r"__index_level_\d+__")  # of a DataFrame: no column of its owner
 ROWS_READ = 256  # at a time
+KEPT = "kept"  # column with what lines have of their own, as JSON, which may be anything; earlier versions had none
 # Rows are written when these are together, so that memory and the file depend on the records alone.
 GROUP_ROWS = 1_024
 GROUP_BYTES = 2**26  # of the records as JSON
@@ -39,11 +40,16 @@ def table_of(records: Iterable[bytes]) -> Any:
 def read_records(file: BinaryIO) -> Iterator[bytes]:
     """Yields the records that `write_records` has written; ValueError for a file of something else."""
     parquet, schema = _open(file), _schema()
-    if not parquet.schema_arrow.equals(schema):
+    earlier = schema.remove(schema.get_field_index(KEPT))
+    if not any(parquet.schema_arrow.equals(each) for each in (schema, earlier)):
         raise ValueError("its columns are not those of a batch job")
-    for row in _rows(parquet, schema.names):
+    names = parquet.schema_arrow.names
+    for row in _rows(parquet, names):
         present = {name: value for name, value in row.items() if value is not None or name == "custom_id"}
-        yield format_record({name: _plain(value, schema.field(name).type) for name, value in present.items()})
+        record = {name: _plain(value, schema.field(name).type) for name, value in present.items()}
+        if KEPT in record:
+            record[KEPT] = json.loads(record[KEPT])
+        yield format_record(record)
 
 
 def write_records(file: BinaryIO, records: Iterable[bytes]) -> None:
@@ -108,6 +114,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     import pyarrow as pa
 
     schema = _schema()
+    rows = [row | {KEPT: json.dumps(row[KEPT], ensure_ascii=False)} if KEPT in row else row for row in rows]
     arrays = [pa.array([_arrow(row.get(f.name), f.type) for row in rows], f.type) for f in schema]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -131,7 +138,13 @@ def _schema() -> Any:
         ("finish_reason", pa.string()),
     ]
     samples = pa.list_(pa.struct([*sample, ("sample_index", pa.int32())]))
-    ending = [("samples", samples), ("num_prompt_tokens", pa.int32()), ("seed", pa.uint64()), ("error", pa.string())]
+    ending = [
+        ("samples", samples),
+        ("num_prompt_tokens", pa.int32()),
+        ("seed", pa.uint64()),
+        (KEPT, pa.string()),
+        ("error", pa.string()),
+    ]
     made_by = ("made_by", pa.map_(pa.string(), pa.string()))
     return pa.schema([("line", pa.int64()), ("custom_id", pa.string()), *sample, *ending, made_by])
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.batch_job.line_form import PLAIN, LineForm
 from jaxinfer.batch_job.openai_lines import failure_of, is_openai_line, read_body, refusal_of, result_of
 from jaxinfer.config import SamplingParams
 from jaxinfer.json_lines import parse_json, parse_line
+from jaxinfer.names import way_out
 from jaxinfer.validation import shown
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class JobRequest:
     sampling_params: SamplingParams
     options: Mapping[str, Any] = field(default_factory=dict)  # the `RequestOptions` that the line gives
     body: Any = None  # of a line in OpenAI's format: `ChatBody` or `CompletionBody`
+    kept: Mapping[str, Any] = field(default_factory=dict)  # keys of the line that its record has too
 
     @property
     def is_openai(self) -> bool:
@@ -93,18 +96,21 @@ def digest_of(raw: bytes) -> str:
 
 
 def read_requests(
-    lines: Iterable[tuple[int, bytes]], done: Container[int], defaults: SamplingParams = DEFAULTS
+    lines: Iterable[tuple[int, bytes]],
+    done: Container[int],
+    defaults: SamplingParams = DEFAULTS,
+    form: LineForm = PLAIN,
 ) -> Iterator[JobRequest | InvalidLine]:
     """Yields the requests of all numbered lines that are not `done`, in order, reading one line at a time.
 
-    `defaults` has the sampling parameters that a line leaves out.
+    `defaults` has the sampling parameters that a line leaves out, unless `form` has them.
     """
     seen: set[str | None] = set()
     for line, raw in lines:
         if line in done:
-            seen.add(custom_id_of(raw))
+            seen.add(custom_id_of(raw) or str(line))
         else:
-            entry = parse_request(raw, line, defaults)
+            entry = parse_request(raw, line, defaults, form)
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
             seen.add(entry.custom_id)
             message = f"custom_id {shown(entry.custom_id)} is used on an earlier line; give each request its own"
@@ -112,17 +118,19 @@ def read_requests(
             yield repeated if is_repeated else entry
 
 
-def parse_request(raw: bytes, line: int, defaults: SamplingParams = DEFAULTS) -> JobRequest | InvalidLine:
+def parse_request(
+    raw: bytes, line: int, defaults: SamplingParams = DEFAULTS, form: LineForm = PLAIN
+) -> JobRequest | InvalidLine:
     """Parses one request.
 
-    A request without a seed gets one derived from its line number and custom_id. So a resumed job samples the same
-    tokens as an undisturbed one.
+    A line without a custom_id has its number as one. A request without a seed gets one derived from its line number
+    and custom_id. So a resumed job samples the same tokens as an undisturbed one.
     """
     fields: dict[str, Any] = {}
     digest = digest_of(raw)
     try:
         fields = _object(parse_line(raw))
-        return _request(fields, line, digest, defaults)
+        return _request(fields, line, digest, form.sampling_params or defaults, form)
     except Exception as error:
         if not is_of_line(error):
             raise
@@ -160,6 +168,7 @@ def completion_line(
     completions: Sequence[Completion],
     identity: Mapping[str, str],
     tokenizer: Tokenizer | None = None,
+    form: LineForm = PLAIN,
 ) -> bytes:
     """Formats the result of a request, line end included; infinite log probabilities become null.
 
@@ -176,12 +185,16 @@ def completion_line(
     if request.is_openai:
         record |= result_of(request.digest, request.body, completions, tokenizer)
         return _sealed(record, identity, request.digest)
+    samples = [form.of_record(_sample(request, completion)) for completion in completions]
     if request.sampling_params.n == 1:
-        record |= _sample(request, completions[0])
+        record |= samples[0]
     else:
-        record["samples"] = [_sample(request, c) | {"sample_index": c.sample_index} for c in completions]
-    record["num_prompt_tokens"] = len(completions[0].prompt_token_ids)
-    record["seed"] = completions[0].seed
+        pairs = zip(samples, completions, strict=True)
+        record["samples"] = [sample | {"sample_index": completion.sample_index} for sample, completion in pairs]
+    first = completions[0]
+    record |= form.of_record({"num_prompt_tokens": len(first.prompt_token_ids), "seed": first.seed})
+    if request.kept:
+        record["kept"] = dict(request.kept)
     if error is not None:
         record["error"] = error
     return _sealed(record, identity, request.digest)
@@ -270,10 +283,12 @@ def parse_record(raw: bytes) -> Record:
         with contextlib.suppress(ValueError):
             record = _object(parse_json(raw))
     line, custom_id = record.get("line"), record.get("custom_id")
-    is_result = "error" in record or (("token_ids" in record or "samples" in record) and custom_id is not None)
+    made_by = record.get("made_by")
+    # A record has a seal, which shows that it is whole. Those of earlier versions have all fields.
+    has_content = "token_ids" in record or "samples" in record or (isinstance(made_by, dict) and "record" in made_by)
+    is_result = "error" in record or (has_content and custom_id is not None)
     if type(line) is not int or line < 1 or not isinstance(custom_id, str | None) or not is_result:
         raise ValueError("not a record of a batch job")
-    made_by = record.get("made_by")
     if not isinstance(made_by, dict) or not isinstance(made_by.get("line"), str):
         raise ValueError("a record of an older version, which does not tell what it was made by")
     # Records of earlier versions have none.
@@ -301,18 +316,27 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingParams) -> JobRequest:
+def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingParams, form: LineForm) -> JobRequest:
+    is_openai = is_openai_line(fields)
     custom_id = _custom_id(fields)
+    if custom_id is None and fields.get("custom_id") is None and not is_openai:
+        custom_id = str(line)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
-    if is_openai_line(fields):
+    if is_openai:
+        own = dataclasses.replace(form, sampling_params=None)
+        _require(own.is_plain, "a line in OpenAI's format takes no prompt, system, kept and fields of the job")
         content = read_body(fields, defaults)
-        if content["sampling_params"].seed is None:
-            content["sampling_params"] = dataclasses.replace(content["sampling_params"], seed=seed_of(line, custom_id))
+        content["sampling_params"] = _seeded(content["sampling_params"], line, custom_id)
         return JobRequest(line=line, custom_id=custom_id, digest=digest, **content)
     known = ("custom_id", "prompt", *CHAT, *OPTIONS, *PARAMETERS)
+    kept = {name: fields[name] for name in form.kept if name in fields}
+    line_keys = {name: fields[name] for name in form.columns if name in fields}
+    fields = {name: value for name, value in fields.items() if name not in {*kept, *line_keys} - {*known}}
     unknown = sorted(fields.keys() - set(known))
-    _require(not unknown, f"keys {shown(unknown)} are unknown; remove them or use {', '.join(known)}")
+    if unknown:
+        answer = way_out(unknown[0], known) or f"remove them or use {', '.join(known)}"
+        raise ValueError(f"keys {shown(unknown)} are unknown; {answer}")
     parameters = {name: fields[name] for name in PARAMETERS if name in fields}
     for name, value in parameters.items():
         if name == "logit_bias" and isinstance(value, dict):
@@ -320,14 +344,23 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
         elif name not in ("json_schema", "logits_processors"):
             # SamplingParams would take an object as the list of its keys.
             _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
-    if parameters.get("seed") is None:
-        parameters["seed"] = seed_of(line, custom_id)
-    params = dataclasses.replace(defaults, **parameters)
+    params = _seeded(dataclasses.replace(defaults, **parameters), line, custom_id)
+    if form.prompt is not None:
+        _require(not {"prompt", "messages"} & fields.keys(), "the line has a prompt, and so has the job; give one")
+        fields["prompt"] = form.prompt_of(line_keys)
+    if form.system is not None and isinstance(fields.get("prompt"), str) and "messages" not in fields:
+        fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
+    if isinstance(fields.get("messages"), list):
+        fields["messages"] = form.conversation(fields["messages"])
     chat = _chat(fields)
     prompt = _prompt(fields) if chat is None else None
     options = {name: fields[name] for name in OPTIONS if name in fields}
-    content = {"prompt": prompt, "chat": chat, "sampling_params": params, "options": options}
+    content = {"prompt": prompt, "chat": chat, "sampling_params": params, "options": options, "kept": kept}
     return JobRequest(line=line, custom_id=custom_id, digest=digest, **content)
+
+
+def _seeded(params: SamplingParams, line: int, custom_id: str) -> SamplingParams:
+    return params if params.seed is not None else dataclasses.replace(params, seed=seed_of(line, custom_id))
 
 
 def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:
@@ -357,7 +390,7 @@ def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:
 
 def _custom_id(fields: dict[str, Any]) -> str | None:
     custom_id = fields.get("custom_id")
-    return custom_id if isinstance(custom_id, str) else None
+    return str(custom_id) if type(custom_id) is int else custom_id if isinstance(custom_id, str) else None
 
 
 def _prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:

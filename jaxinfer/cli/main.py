@@ -21,6 +21,7 @@ import os
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -199,7 +200,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="a further name of the model, for lines in OpenAI's format that were written for it; may be repeated",
     )
+    lines = batch.add_argument_group("all lines", "What the lines leave out; sampling options are for them too.")
+    lines.add_argument(
+        "--prompt", metavar="TEMPLATE", help='prompt of each line, with its keys in braces: "Sum up {text}"'
+    )
+    lines.add_argument("--system", metavar="TEXT", help="system prompt, with which each line is a conversation")
+    lines.add_argument(
+        "--keep", type=reader(_names, "KEY,KEY"), metavar="KEY,KEY", help="keys of a line that its record repeats"
+    )
+    lines.add_argument(
+        "--fields",
+        type=reader(_names, "FIELD,FIELD"),
+        metavar="FIELD,FIELD",
+        help="what a record has, such as text,finish_reason; everything when left out",
+    )
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
+    add_fields(batch, SamplingParams)
     batch.set_defaults(run=_batch)
 
     server = commands.add_parser("serve", help="answer OpenAI's API over HTTP", allow_abbrev=False)
@@ -397,6 +413,10 @@ def _print_log_probs(
         print(f"{name} {show(token_id, log_prob)}  alternatives {alternatives}", file=sys.stderr)
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
 def _fraction(text: str) -> float:
     fraction = float(text)
     if not 0 < fraction <= 1:
@@ -410,7 +430,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from jaxinfer.batch_job import check_job, run_batch, shard_path
+    from jaxinfer.batch_job import LineForm, check_job, run_batch, shard_path
 
     if arguments.merge:
         return _merge(arguments)
@@ -418,9 +438,18 @@ def _batch(arguments: argparse.Namespace) -> int:
     names = ("max_in_flight", "shard")
     options: Any = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options["errors_path"] = arguments.errors
+    params = from_arguments(SamplingParams, arguments)
+    _check_structure(params)
+    if params.prompt_log_probs is not None:
+        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
+    texts = {"prompt": arguments.prompt, "system": arguments.system, "kept": arguments.keep or ()}
+    form = LineForm(**texts, fields=arguments.fields, sampling_params=params)
     if not arguments.process_id:  # the other processes neither read the input nor write the output
-        check_job(arguments.input, arguments.output, **options)
+        check_job(arguments.input, arguments.output, form=form, **options)
     llm = _load(arguments)
+    params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
+    is_given = params != llm.default_sampling_params
+    options["form"] = replace(form, sampling_params=params if is_given else None)
     options |= {"served_names": arguments.served_name or (), "show_progress": not arguments.quiet}
     summary = run_batch(llm, arguments.input, arguments.output, **options)
     if not arguments.quiet:
@@ -428,7 +457,8 @@ def _batch(arguments: argparse.Namespace) -> int:
             f"{summary.num_requests} requests: {summary.num_done_before} done before, "
             f"{summary.num_completed} completed, {summary.num_errors} with an error; "
             f"{summary.num_tokens} tokens in {summary.seconds:.1f} s, "
-            f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
+            f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s; "
+            f"{summary.num_prompt_tokens} tokens of prompts, {summary.num_cached_tokens} of them from the prefix cache",
             file=sys.stderr,
         )
         for custom_id, text in summary.first_texts:

@@ -172,8 +172,11 @@ INVALID = {
     b"[]": "is a list",
     b"[" * 100_000: "nested too deeply",
     b"7": "is a number",
-    b"{}": "custom_id is missing",
-    b'{"custom_id": 1}': "custom_id is a number",
+    b"{}": "prompt is missing",
+    b'{"custom_id": 1}': "prompt is missing",
+    b'{"custom_id": true, "prompt": "p"}': "custom_id is a truth value",
+    b'{"custom_id": "a", "prompt": "p", "tempature": 1}': r"\['tempature'\] are unknown; did you mean temperature",
+    b'{"custom_id": "a", "prompt": "p", "max_new_tokens": 1}': "max_new_tokens is max_tokens here",
     b'{"custom_id": "a"}': "prompt is missing",
     b'{"custom_id": "a", "prompt": {}}': "prompt is an object",
     b'{"custom_id": "a", "prompt": [1, true]}': "something else than integers",
@@ -186,7 +189,7 @@ INVALID = {
     b'{"custom_id": "a", "prompt": "p", "top_p": 2}': "top_p=2 is not allowed",
     b'{"custom_id": "a", "prompt": "p", "top_p": NaN}': "top_p=nan is not allowed",
     b'{"custom_id": "a", "prompt": "p", "top_p": "1"}': "top_p='1' is not allowed",
-    b'{"custom_id": "a", "prompt": "p", "max_tokens": null}': "max_tokens=None is not allowed",
+    b'{"custom_id": "a", "prompt": "p", "max_tokens": 0}': "max_tokens=0 is not allowed",
     b'{"custom_id": "a", "prompt": "p", "stop": {"x": 1}}': "stop is an object",
     b'{"custom_id": "a", "prompt": "p", "temperature": 1' + b"0" * 400 + b"}": "temperature=10+ … 0+ .401 characters",
     b'{"custom_id": "a", "prompt": "p", "seed": 1' + b"0" * 5000 + b"}": "digits",
@@ -238,9 +241,14 @@ def test_a_repeated_custom_id_is_refused_also_after_a_restart(done):
     assert (entry.line, entry.custom_id) == (2, "a")
 
 
-def test_lines_without_custom_id_do_not_repeat_each_other():
-    entries = list(read_requests(numbered(b"{}\n{}"), {}))
-    assert all("custom_id is missing" in str(entry) for entry in entries)
+@pytest.mark.parametrize("done", [{}, {1}])
+def test_a_line_without_custom_id_has_its_number(done):
+    lines = b'{"prompt": "p"}\n{"prompt": "p"}\n{"custom_id": 7, "prompt": "p"}\n{"custom_id": "1", "prompt": "p"}'
+
+    *entries, repeated = read_requests(numbered(lines), done)
+
+    assert [entry.custom_id for entry in entries] == ["1", "2", "7"][len(done) :]
+    assert "custom_id '1' is used on an earlier line" in str(repeated)
 
 
 def test_the_seed_of_a_request_without_one_differs_by_line_and_custom_id():

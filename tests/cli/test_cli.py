@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -396,7 +397,7 @@ def test_batch_runs_a_file_and_tells_what_it_did(tmp_path: Path, capsys):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(("lines", "status"), [([], 0), ([REQUEST], 0), (["{"], 1), ([REQUEST, "{"], 1)], ids=str)
+@pytest.mark.parametrize(("lines", "status"), [([], 0), ([REQUEST], 0), ([REQUEST, "{"], 1)], ids=str)
 def test_the_status_of_a_job_tells_of_errors_also_of_runs_before(tmp_path, capsys, lines, status):
     argv = [*write_job(tmp_path, *lines), "--quiet"]
     for _ in range(2):
@@ -404,6 +405,44 @@ def test_the_status_of_a_job_tells_of_errors_also_of_runs_before(tmp_path, capsy
         told = capsys.readouterr().err
         message = f"1 of {len(lines)} requests have an error in {tmp_path / 'out.jsonl'}; correct"
         assert (message in told) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        (["{"] * 3, [], "none of the first 3 lines is a request; line 1: the line is not JSON"),
+        (['{"prompt": "p", "tempature": 1}'], [], "keys ['tempature'] are unknown; did you mean temperature?"),
+        (['{"question": "p"}'], [], "keys ['question'] are unknown"),
+        (['{"question": "p"}'], ["--prompt", "{answer}"], "keys ['question'] are unknown"),
+        ([REQUEST], ["--prompt", "{prompt"], "prompt='{prompt' is not allowed: prompt must be text with keys"),
+        ([REQUEST], ["--fields", "text,tokens"], "fields='tokens' is not allowed"),
+        ([REQUEST], ["--regex", "("], "regex="),
+        ([REQUEST], ["--max-tokens", "0"], "max_tokens=0 is not allowed"),
+    ],
+)
+def test_batch_refuses_lines_and_options_before_it_loads_a_model(lines, options, message, tmp_path, llm, capsys):
+    llm.told = {}
+    assert main([*write_job(tmp_path, *lines), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert llm.told == {}
+
+
+def test_batch_has_options_for_all_lines(tmp_path):
+    lines = ['{"q": "a", "label": 3}', '{"q": "b", "max_tokens": 1}']
+    options = ["--prompt", "Q {q}", "--keep", "label", "--fields", "text, seed", "--max-tokens", "2", "--seed", "5"]
+
+    assert main([*write_job(tmp_path, *lines), *options, "--quiet"]) == 0
+
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [[*record] for record in records] == [
+        ["line", "custom_id", "text", "seed", "kept", "made_by"],
+        ["line", "custom_id", "text", "seed", "made_by"],
+    ]
+    assert [(record["custom_id"], len(record["text"]), record["seed"]) for record in records] == [
+        ("1", 2, 5),
+        ("2", 1, 5),
+    ]
+    assert records[0]["kept"] == {"label": 3}
 
 
 def test_batch_refuses_a_wrong_path_before_it_loads_a_model(tmp_path: Path, llm):
@@ -421,7 +460,7 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out.startswith("jaxinfer ")
 
 
-@pytest.mark.parametrize(("command", "groups"), [("generate", 12), ("batch", 7), ("bench", 5), ("doctor", 7)])
+@pytest.mark.parametrize(("command", "groups"), [("generate", 12), ("batch", 13), ("bench", 5), ("doctor", 7)])
 def test_help_groups_the_options_by_theme(capsys, command, groups):
     assert main([command, "--help"]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[a-z ]+:", line)]
