@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,6 @@ QUANTIZATIONS = ("int8", "int4")
 PACKED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "mxfp4", "nvfp4", "modelopt", "compressed-tensors", "gguf")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 ATTENTIONS = ("reference",)
-# The parameters of `LLM` beside the fields of EngineConfig.
-LLM_PARAMETERS = ("model", "config", "dtype", "logits_processors", "speculation", "devices", "show_progress")
 # The fields of EngineConfig that a plan of `jaxinfer.capacity` counts.
 PLANNED_FIELDS = (
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len"),
@@ -294,17 +293,18 @@ class EngineConfig:
         require(is_whole, "disk_cache_path", path, f"a folder if and only if disk_cache_bytes={limit} is given")
 
 
-def with_fields(place: str, config: EngineConfig | None, fields: Mapping[str, Any]) -> EngineConfig | None:
+def with_fields(place: type, config: EngineConfig | None, fields: Mapping[str, Any]) -> EngineConfig | None:
     """Returns a configuration with other values of some fields; TypeError for a field that is unknown.
 
-    `place` is the class that was given the fields, beside parameters of its own.
+    `place` is the class whose constructor was given the fields, beside parameters of its own.
     """
     if not fields:
         return config
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     if not names.issuperset(fields):
         others = {"SamplingParams": {field.name for field in dataclasses.fields(SamplingParams)}}
-        refuse(place, fields.keys() - names, {*names, *LLM_PARAMETERS}, others)
+        own = inspect.signature(place).parameters.keys() - {"fields"}
+        refuse(place.__name__, fields.keys() - names, {*names, *own}, others)
     config = EngineConfig() if config is None else config
     require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
     return dataclasses.replace(config, **fields)

@@ -32,8 +32,8 @@ CPU_BATCHED_TOKENS, ACCELERATOR_BATCHED_TOKENS = 512, 2048
 CPU_CACHE_BYTES = 2**30
 
 
-def require_device() -> None:
-    """Raises ValueError if JAX finds no device of the configured platforms."""
+def require_device(memory_fraction: float | None = None) -> None:
+    """Raises ValueError if JAX finds no device of the configured platforms, or no GPU for --memory-fraction."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the named platforms exists
@@ -42,6 +42,11 @@ def require_device() -> None:
             f"JAX_PLATFORMS={platforms or ''} names no device that can be used ({str(error) or 'none is installed'});"
             " unset it, or install what it names: jaxinfer[cuda] or jaxinfer[tpu]"
         ) from error
+    if memory_fraction is not None and jax.default_backend() != "gpu":
+        raise ValueError(
+            f"--memory-fraction {memory_fraction} is a part of a GPU's memory, and the device here is a"
+            f" {jax.default_backend()}; leave it out"
+        )
 
 
 def default_dtype() -> str:

@@ -64,8 +64,8 @@ class TotalLength(int):
         return f"TotalLength({int(self)})"
 
 
-OFF = -1  # of some parameters, as in other engines
-LEFT_OUT: Mapping[str, int | None] = {"top_k": 0, "seed": None, "max_tokens": TotalLength(MAX_INT)}
+OFF = -1  # as other engines switch off a filter, a chosen seed or a limit
+MEANINGS_OF_OFF: Mapping[str, int | None] = {"top_k": 0, "seed": None, "max_tokens": TotalLength(MAX_INT)}
 
 
 # The forms in which a step draws, each of which can do more than the one before: by the temperature alone; with top_k,
@@ -125,7 +125,8 @@ class SamplingParams:
 
     End of the request:
 
-    * `max_tokens`: the most tokens to generate; -1 and None allow all that the prompt leaves of the model's length.
+    * `max_tokens`: the most tokens to generate; -1 and None allow all that the prompt leaves of the model's length,
+      and with `EngineConfig.num_sink_tokens` any number.
       This number and `min_tokens` may be a `TotalLength`, which counts the prompt's tokens too.
     * `stop`: strings; the text ends before the first of them.
     * `stop_token_ids`: the output ends at one of these tokens, in addition to the model's end tokens.
@@ -172,11 +173,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
-        for name, value in LEFT_OUT.items():
+        for name, value in MEANINGS_OF_OFF.items():
             if is_int(getattr(self, name)) and getattr(self, name) == OFF:
                 object.__setattr__(self, name, value)
         if self.max_tokens is None:
-            object.__setattr__(self, "max_tokens", LEFT_OUT["max_tokens"])
+            object.__setattr__(self, "max_tokens", MEANINGS_OF_OFF["max_tokens"])
         require_int("n", self.n, 1)
         if self.best_of is not None:
             require_int("best_of", self.best_of, self.n)

@@ -24,10 +24,11 @@ SHARED_THREADS = (
 
 # The part of a GPU's memory that JAX takes. The rest is for the driver, and for what XLA allocates beside its pool.
 MEMORY_FRACTION = 0.92
-FRACTION_VARIABLE = "XLA_CLIENT_MEM_FRACTION"
+# The name that JAX's documentation has. JAX ends with an error if its newer name is set as well.
+FRACTION_VARIABLE, NEWER_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 # With one of these the user has said how JAX takes memory.
 MEMORY_VARIABLES = (
-    *(FRACTION_VARIABLE, "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    *(FRACTION_VARIABLE, NEWER_VARIABLE),
     *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"),
 )
 
@@ -42,8 +43,7 @@ def set_xla_options() -> None:
 
 def take_memory(fraction: float) -> None:
     """Has JAX take this part of a GPU's memory, three quarters otherwise, whatever the user's variables say."""
-    # JAX ends with an error if both are set.
-    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    os.environ.pop(NEWER_VARIABLE, None)
     os.environ[FRACTION_VARIABLE] = str(fraction)
 
 

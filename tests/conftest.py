@@ -82,7 +82,6 @@ def pytest_sessionstart(session):
 def lines_at_once(monkeypatch):
     """Progress is written to standard error at each update, though that is a file."""
     monkeypatch.setattr("jaxinfer.display.progress.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("jaxinfer.display.progress.SECONDS_WITHOUT_LINE", 0.0)
 
 
 @pytest.hookimpl(wrapper=True)

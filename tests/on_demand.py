@@ -1,7 +1,7 @@
 """Engines that compile a step of a shape when the first step of that shape comes: a test needs few of the shapes.
 
 Compiling takes most of the suite's time, so engines that compute the same steps share them.
-`tests/engine/execution` tests engines that compile everything of their own beforehand.
+`tests/engine/execution` tests engines that compile steps of their own.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class StepsOnDemand(CompiledSteps):
     ) -> None:
         super().__init__(tuple(known), compile_bucket, known)
         self._planned = tuple(buckets)
-        self._compile_bucket = compile_bucket
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:

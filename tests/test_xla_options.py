@@ -9,13 +9,16 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from jaxinfer import LLM, xla_options
 from jaxinfer.cli import doctor
 from jaxinfer.cli.main import main
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine import assembly
+from jaxinfer.engine.device_limits import describe_limits
 from kernels_pallas import row_products
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the option is for x86")
@@ -52,8 +55,8 @@ def test_products_are_rounded_unless_the_user_says_otherwise_or_jax_has_started(
     ("variables", "fraction"),
     [
         ({}, "0.92"),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "None"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "None"),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "0.5"),
         ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, "None"),
         ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, "None"),
     ],
@@ -64,19 +67,30 @@ def test_jax_takes_most_of_a_gpu_unless_the_user_says_otherwise(variables, fract
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    assert run("import jaxinfer, os; print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))", "") == fraction
+    assert run("import jaxinfer, os; print(os.environ.get('XLA_PYTHON_CLIENT_MEM_FRACTION'))", "") == fraction
 
 
 def test_an_option_of_the_commands_sets_the_part_whatever_variables_say(monkeypatch, capsys):
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.4")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 
-    assert main(["generate", "p", "--memory-fraction", "0.7", "--model", "/nowhere"]) == 2
-    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.7"
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    assert main(["generate", "p", "--memory-fraction", "0.7"]) == 2
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.7"
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
+    assert "--memory-fraction 0.7 is a part of a GPU's memory, and the device here is a cpu; leave it out" in (
+        capsys.readouterr().err
+    )
     for wrong in ("0", "1.5", "most", "nan"):
         assert main(["generate", "p", "--memory-fraction", wrong]) == 2
-        assert f"'{wrong}' is not of the form FLOAT" in capsys.readouterr().err
+        assert f"'{wrong}' is no part; give a number above 0 and up to 1" in capsys.readouterr().err
+
+
+def test_the_line_of_limits_says_how_much_memory_jax_has(monkeypatch):
+    device = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 128 * 2**30})
+    monkeypatch.setattr("jax.local_devices", lambda: [device])
+    monkeypatch.setattr("jax.devices", lambda: [device])
+
+    assert describe_limits(EngineConfig(max_num_seqs=8)).startswith("NVIDIA H200 with 128.0 GiB for JAX: up to 8 req")
 
 
 def test_a_jaxlib_that_may_not_know_the_option_does_not_get_it(monkeypatch):

@@ -41,7 +41,7 @@ class Chip:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that JAX takes, unless variables or `--memory-fraction` say otherwise."""
+        """Bytes that JAX takes, unless the user's variables say otherwise."""
         return int(self.memory_bytes * (MEMORY_FRACTION if self.platform == "gpu" else 1))
 
 

@@ -88,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
         model, named = getattr(arguments, "model", None), vars(arguments).pop("named_model", None)
         if named is not None:
             if model is not None:
-                self.error(f"the model is given twice, as {model} and as {named}; leave one out")
+                arguments.parser.error(f"the model is given twice, as {model} and as {named}; leave one out")
             arguments.model = named
         for name, value in vars(arguments).items():
             if isinstance(value, list) and (not value or [] in value):  # Python 3.11 parses `--name=--` like this
@@ -146,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error)):
             raise
-        way_out = "lower the limits of the engine, such as --max-num-seqs, --num-pages or --max-num-batched-tokens"
-        print(f"jaxinfer: error: out of memory ({_one_line(error)}); {way_out}", file=sys.stderr)
+        limits = "lower the limits of the engine, such as --max-num-seqs, --num-pages or --max-num-batched-tokens"
+        print(f"jaxinfer: error: out of memory ({_one_line(error)}); {limits}", file=sys.stderr)
         return EXIT_USAGE
     return status or 0
 
@@ -260,12 +260,13 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("named_model", nargs="?", metavar="MODEL", help="the same as --model")
         model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
         memory = command.add_argument_group("memory")
-        memory.add_argument(
-            "--memory-fraction",
-            type=reader(_fraction, "FLOAT"),
-            metavar="FLOAT",
-            help=f"part of a GPU's memory that JAX takes (default {MEMORY_FRACTION})",
-        )
+        if "memory_bytes" not in omit:
+            memory.add_argument(
+                "--memory-fraction",
+                type=_fraction,
+                metavar="FLOAT",
+                help=f"part of a GPU's memory that JAX takes (default {MEMORY_FRACTION})",
+            )
         groups = {"model": model, "memory": memory}
         if command in (generate, batch, server):
             add_processes(command)
@@ -289,7 +290,7 @@ def _load(arguments: argparse.Namespace) -> LLM:
     from jaxinfer import LLM
     from jaxinfer.device import require_device
 
-    require_device()
+    require_device(arguments.memory_fraction)
     llm = LLM(
         arguments.model,
         config=config,
@@ -418,9 +419,12 @@ def _names(text: str) -> list[str]:
 
 
 def _fraction(text: str) -> float:
-    fraction = float(text)
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
     if not 0 < fraction <= 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; give a number above 0 and up to 1, such as 0.9")
     return fraction
 
 
@@ -515,7 +519,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from kernels_pallas.device import device_at_hand
     from kernels_pallas.row_products import fuses_products
 
-    require_device()
+    require_device(arguments.memory_fraction)
     dtype = resolve_dtype(arguments.dtype)
     model = arguments.model or BUNDLED_MODEL
     show(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")

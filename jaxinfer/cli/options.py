@@ -200,7 +200,7 @@ def reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
     def checked(text: str) -> Any:
         try:
             return read(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             example = ", such as 16GiB or 17179869184" if metavar == SIZE else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not of the form {metavar}{example}") from None
 

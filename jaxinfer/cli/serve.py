@@ -144,7 +144,7 @@ def serve(arguments: argparse.Namespace) -> None:
     from jaxinfer import AsyncLLM
     from jaxinfer.device import require_device
 
-    require_device()
+    require_device(arguments.memory_fraction)
     set_up_logs(arguments.log_format)
     llm = AsyncLLM(
         arguments.model,
@@ -156,8 +156,6 @@ def serve(arguments: argparse.Namespace) -> None:
     if folder is not None and store is None:  # another process than the first comes here with an engine of its own
         store = FileStore(folder, max_file_bytes=arguments.max_file_bytes)
     asyncio.run(_load(llm, named))
-    if arguments.warm_up:
-        asyncio.run(llm.warm_up(show_progress=not arguments.quiet))
     server = make_server(
         llm,
         ServerConfig(
@@ -190,6 +188,8 @@ def serve(arguments: argparse.Namespace) -> None:
     # A thread that waits for the lock gets it after a fifth of Python's own time: an answer of /health needs it often.
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
+        if arguments.warm_up:
+            llm.engine_thread.engine.warm_up(show_progress=not arguments.quiet)
         server.run()
         if llm.failure is not None:
             raise RuntimeError("the engine has failed") from llm.failure

@@ -13,8 +13,7 @@ from jaxinfer.validation import as_bool
 
 T = TypeVar("T")
 COLUMNS, ROWS = 80, 24  # of a terminal that tells none, as in some containers
-SECONDS_BETWEEN_LINES = 60.0
-SECONDS_WITHOUT_LINE = 2.0  # at the beginning, so that short work writes nothing into a file
+SECONDS_BETWEEN_LINES = 60.0  # and before the first, so that short work writes nothing into a file
 LINE = "{desc}{percentage:.0f}%, {n_fmt} of {total_fmt}, {elapsed} gone, {remaining} left{postfix}"
 
 
@@ -88,8 +87,8 @@ class Bar:
         options: dict[str, Any] = {}
         if not _is_terminal() and not _is_notebook():
             options |= {"file": _Lines(), "bar_format": LINE}
-            options |= {"mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_WITHOUT_LINE}
-        elif _is_terminal() and not os.get_terminal_size(sys.stderr.fileno()).columns:
+            options |= {"mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+        elif not _has_size():
             options |= {"ncols": COLUMNS, "nrows": ROWS}
         description = f"{self._description}: " if self._description else None
         # No count of units, however large, goes by without a look at the clock.
@@ -106,6 +105,14 @@ class _Lines:
 
     def flush(self) -> None:
         sys.stderr.flush()
+
+
+def _has_size() -> bool:
+    """True unless standard error is a terminal that tells no number of columns."""
+    try:
+        return not _is_terminal() or os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except OSError:
+        return False
 
 
 def _is_terminal() -> bool:

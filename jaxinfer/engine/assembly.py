@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of an `LLM`. The steps that can compute any request are compiled; others may still compile."""
+    """The parts of an `LLM`. The steps that can compute any request are compiled; others are when they are wanted."""
 
     engine_config: EngineConfig  # with a number for each limit that was left to the device
     model_config: ModelConfig

@@ -84,7 +84,7 @@ class AsyncLLM:
         require_int("max_unread_tokens", max_unread_tokens, 1)
         self._engine = Engine(
             model,
-            config=with_fields("AsyncLLM", config, fields),
+            config=with_fields(type(self), config, fields),
             dtype=dtype,
             logits_processors=logits_processors,
             speculation=speculation,

@@ -100,7 +100,7 @@ class LLM:
     ):
         self._engine = Engine(
             model,
-            config=with_fields("LLM", config, fields),
+            config=with_fields(type(self), config, fields),
             dtype=dtype,
             logits_processors=logits_processors,
             speculation=speculation,

@@ -165,26 +165,27 @@ def read_clients(path: str | Path) -> list[Client]:
     return clients
 
 
+MIN_KEY = 16  # characters
 _EXAMPLE = '{"key": "a long random text", "tenant": "ann"}'
 
 
 def only_client(key: str) -> Client:
     """Returns the client of a server that has one key, who also reads the metrics; ValueError for an unusable key."""
-    if not key:
-        raise ValueError("--api-key is empty; give a long random text")
     digest = _digest(key)
     return Client(digest=digest, tenant=digest.hex()[:16], reads_metrics=True)
 
 
 def _digest(key: str) -> bytes:
+    if len(key) < MIN_KEY:
+        raise ValueError(f"the key has {len(key)} characters, which others can guess; give at least {MIN_KEY}")
     if re.search(r"^\s|\s$|[\x00-\x1f\x7f]", key, re.ASCII):
         raise ValueError("the key has a space at an end, or a character that no header holds; give one without")
     return sha256(key.encode()).digest()
 
 
 def _client(entry: Any) -> Client:
-    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or len(entry["key"]) < 16:
-        raise ValueError(f"give a JSON object with a key of at least 16 characters, such as {_EXAMPLE}")
+    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or len(entry["key"]) < MIN_KEY:
+        raise ValueError(f"give a JSON object with a key of at least {MIN_KEY} characters, such as {_EXAMPLE}")
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise ValueError(f"{shown(unknown[0])} is unknown; the fields are {', '.join(FIELDS)}")
     digest = _digest(entry["key"])

@@ -23,6 +23,7 @@ class RealEngine:
     def __init__(self, llm: LLM, *, show_progress: bool = False) -> None:
         llm.warm_up(show_progress=show_progress, description="compiling all steps")
         with Bar(1, unit="load", description="rehearsing", show=show_progress) as bar:
+            bar.update(0)
             rehearse(llm)
             bar.update()
         self._llm = llm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 2**18  # of a structure
 MAX_MESSAGE = 1_000
+NAMED_TOKEN = re.compile(r"<[^<>\s]+>")  # in a grammar: by its text, as in <|im_end|>, or its id
 NUM_KNOWN = 64
 
 NO_KEY_LEFT = (
@@ -301,11 +303,16 @@ class GrammarCompiler:
 
 
 def check_structure(sampling: SamplingParams) -> None:
-    """Raises ValueError, before there is a model, for a structure that cannot be compiled for any."""
+    """Raises ValueError, before there is a model, for a structure that cannot be compiled for any.
+
+    A grammar that names tokens is left to the model that has them.
+    """
     if sampling.structure is not None:
         kind, value = sampling.structure
         _require_short(kind, value)
         require_packages(kind)
+        if kind == "grammar" and NAMED_TOKEN.search(value):
+            return
         _matcher_of(kind, value, for_bytes(Trials().run(kind, value).grammar), byte_tokenizer())
 
 

@@ -65,7 +65,7 @@ def started(name: str, command: Sequence[str], port: int, path: str) -> Iterator
 
 
 def wait_until_idle(process_id: int) -> None:
-    """Waits until a process rests: `jaxinfer serve` answers before the last of its steps is compiled."""
+    """Waits until a process rests: what it began at its start has ended."""
     process, num_idle = psutil.Process(process_id), 0
     while num_idle < IDLE_SECONDS:
         num_idle = num_idle + 1 if process.cpu_percent(1.0) < IDLE_PERCENT else 0
@@ -76,7 +76,7 @@ def jaxinfer_server(folder: Path) -> Iterator[Server]:
     """Yields `jaxinfer serve`."""
     port = free_port()
     command = [sys.executable, "-m", "jaxinfer", "serve", "--model", str(folder), "--served-name", "model"]
-    command += ["--port", str(port), "--max-num-seqs", str(NUM_ROWS), "--max-model-len", str(MAX_LEN)]
+    command += ["--port", str(port), "--max-num-seqs", str(NUM_ROWS), "--max-model-len", str(MAX_LEN), "--warm-up"]
     with started("jaxinfer serve", command, port, "/ready") as server:
         yield server
 

@@ -120,12 +120,12 @@ class Clients:
 def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
     """Starts a server and returns its process and address."""
     command = [sys.executable, "-m", "jaxinfer", "serve", "--port", "0", "--max-num-seqs", str(arguments.rows)]
-    command += ["--max-model-len", "256", "--served-name", "tiny", "--log-format", "json"]
+    command += ["--max-model-len", "256", "--served-name", "tiny", "--log-format", "json", "--warm-up"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"serves at (\S+)/v1", line):
-            wait_until_idle(process.pid)  # compiling the last steps takes memory too
+            wait_until_idle(process.pid)
             return process, found[1]
     raise RuntimeError("the server has not started")
 

@@ -218,7 +218,7 @@ def bundled_server() -> Iterator[Server]:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE)
         command = [sys.executable, "-m", "jaxinfer", "serve", "--port", "0", "--served-name", "tiny"]
-        command += ["--chat-template", str(template), "--max-prompt-log-probs", "20"]
+        command += ["--chat-template", str(template), "--max-prompt-log-probs", "20", "--warm-up"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
                 address = _address(process)

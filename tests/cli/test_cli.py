@@ -125,6 +125,13 @@ def command(request, tmp_path):
     return ["generate", "p"] if request.param == "generate" else write_job(tmp_path, REQUEST)
 
 
+@pytest.mark.parametrize("grammar", ['start: "a" <|im_end|>', 'start: "a" <[300-400]>', "start: <think> /a+/"])
+def test_a_grammar_that_names_tokens_is_left_to_the_model(grammar, llm):
+    llm.told = {}
+    assert main(["generate", "p", "--grammar", grammar, "--quiet"]) == 0
+    assert llm.told["prompt"] == "p"
+
+
 @pytest.mark.parametrize("start", [["generate", "p"], ["chat"]])
 @pytest.mark.parametrize(
     ("option", "message"),
@@ -393,7 +400,11 @@ def test_an_interrupt_is_status_130(capsys, llm):
 def test_batch_runs_a_file_and_tells_what_it_did(tmp_path: Path, capsys):
     argv = [*write_job(tmp_path, REQUEST, "{"), "--max-in-flight", "1"]
     assert main(argv) == 1
-    assert "2 requests: 0 done before, 1 completed, 1 with an error; 2 tokens" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "2 requests: 0 done before, 1 completed, 1 with an error; 2 tokens" in told
+    records = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    (text,) = (record["text"] for record in records if "text" in record)
+    assert f"\na:\n    p{text}\n" in told  # the prompt and its answer
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 

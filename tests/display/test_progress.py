@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import select
@@ -69,6 +70,17 @@ def test_a_terminal_without_a_size_gets_a_bar():
 
     assert "working: 100%|█" in shown
     assert "2/2" in shown
+
+
+def test_a_terminal_that_is_no_file_gets_a_bar():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    with contextlib.redirect_stderr(Terminal()) as shown:  # whose fileno raises
+        work(2)
+
+    assert "working: 100%|###" in shown.getvalue()
 
 
 def test_of_two_bars_the_second_is_shown_after_the_end_of_the_first(lines_at_once, capsys):

@@ -35,6 +35,15 @@ def is_compiling() -> bool:
     return any(thread.name.startswith(COMPILING) for thread in threading.enumerate())
 
 
+def _is_program_over() -> bool:
+    """True if the main thread has ended, and no thread is left that Python waits for, but those that compile."""
+    if threading.main_thread().is_alive():
+        return False
+    return all(
+        thread.daemon or thread.name.startswith(COMPILING) for thread in threading.enumerate() if thread.is_alive()
+    )
+
+
 def _end_interrupted() -> None:
     """Ends the process if Ctrl-C ended its wait for the compiler, whose threads would otherwise abort it."""
     if is_compiling():
@@ -76,7 +85,7 @@ class CompiledSteps:
         self._lock = threading.Lock()
         self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {}
         self._to_compile: deque[Bucket] = deque()
-        self._num_threads = self._num_waiting = 0
+        self._num_threads = 0
         self._is_cancelled = False
         # Of the thread that chooses.
         self._compiled = dict(known)
@@ -98,11 +107,11 @@ class CompiledSteps:
         self._wait_for(self._buckets, show_progress, description)
 
     def cancel(self) -> None:
-        """Cancels the compilations that have not begun."""
+        """Cancels the compilations that have not begun, and ends the waiting for any."""
         with self._lock:
             self._is_cancelled = True
-            for step in self._futures.values():
-                step.cancel()
+            while self._to_compile:
+                self._futures[self._to_compile.popleft()].set_exception(CancelledError())
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
@@ -118,7 +127,10 @@ class CompiledSteps:
         best = choose_bucket(self._buckets, step)
         choice = self._choice(best, form)
         if choice is None:
-            self._demand((best,) if form is None else (best, best.draw(form)))
+            try:
+                self._demand((best,) if form is None else (best, best.draw(form)))
+            except RuntimeError as error:  # a later step tries again
+                logger.warning("no thread can compile %s, a slower step stands in for it: %s", best.name, error)
             self._collect()
             ready = self._ready if form is None else self._with_draw[form]
             choice = self._choice(choose_bucket(ready, step), form)
@@ -145,50 +157,45 @@ class CompiledSteps:
             for bucket in sorted(wanted, key=lambda bucket: bucket.is_draw):
                 if bucket not in self._futures:
                     self._futures[bucket] = future = Future()
-                    self._to_compile.append(bucket)
                     if self._is_cancelled:
-                        future.cancel()
+                        future.set_exception(CancelledError())
+                    else:
+                        self._to_compile.append(bucket)
             # The compiler releases the interpreter lock and has threads of its own; half of the cores stay for
             # requests.
             most = max((os.cpu_count() or 1) // 2, 1)
             for _ in range(min(most - self._num_threads, len(self._to_compile))):
+                # No daemon, as the thread that demands may be one: Python then waits for the step under way.
+                thread = threading.Thread(target=self._compile, name=f"{COMPILING}-{self._num_threads}", daemon=False)
+                thread.start()
                 self._num_threads += 1
-                threading.Thread(target=self._compile, name=f"{COMPILING}-{self._num_threads}").start()
             return [self._futures[bucket] for bucket in wanted]
 
     def _compile(self) -> None:
         """Compiles what is demanded, in this thread, as long as the program runs."""
         while True:
             with self._lock:
-                # When the main thread has ended, Python waits for this one, and the other steps are not needed.
-                if not self._to_compile or not (self._num_waiting or threading.main_thread().is_alive()):
+                if not self._to_compile or _is_program_over():
                     self._num_threads -= 1
                     return
                 bucket = self._to_compile.popleft()
                 future = self._futures[bucket]
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(self._compile_bucket(bucket))
-                except BaseException as error:
-                    future.set_exception(error)
+            try:
+                future.set_result(self._compile_bucket(bucket))
+            except BaseException as error:
+                future.set_exception(error)
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
-        with self._lock:
-            self._num_waiting += 1
-        try:
-            futures = self._demand(buckets)
-            is_shown = show_progress and not all(future.done() for future in futures)
-            with Bar(len(futures), unit="executable", description=description, show=is_shown) as bar:
-                for future in futures:
-                    while not concurrent.futures.wait([future], SECONDS_BETWEEN_UPDATES).done:
-                        bar.update(0)
-                    future.result()
-                    bar.update()
-        except CancelledError:
-            raise RuntimeError("the engine was closed before its steps were compiled; make a new one") from None
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
+        futures = self._demand(buckets)
+        is_shown = show_progress and not all(future.done() for future in futures)
+        with Bar(len(futures), unit="executable", description=description, show=is_shown) as bar:
+            for future in futures:
+                while not concurrent.futures.wait([future], SECONDS_BETWEEN_UPDATES).done and not self._is_cancelled:
+                    bar.update(0)
+                if self._is_cancelled:
+                    raise RuntimeError("the engine was closed before its steps were compiled; make a new one")
+                future.result()
+                bar.update()
 
     def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
@@ -214,7 +221,7 @@ class CompiledSteps:
     def _ended(self) -> dict[Bucket, Future[jax.stages.Compiled]]:
         """Returns the compilations that have ended, in success or failure."""
         with self._lock:
-            return {b: future for b, future in self._futures.items() if future.done() and not future.cancelled()}
+            return {bucket: future for bucket, future in self._futures.items() if future.done()}
 
 
 def draw_forms_of(buckets: Iterable[Bucket]) -> set[Form]:

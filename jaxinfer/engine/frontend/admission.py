@@ -321,9 +321,10 @@ class Admission:
         prompt = as_plain(name, prompt)
         _require_value(name, prompt)
         if isinstance(prompt, Mapping) and prompt.keys() <= PROMPT_KEYS:
-            # Of both, the token ids are what the text was encoded to.
-            prompt = as_plain(name, prompt.get("prompt_token_ids") or prompt.get("prompt"))
-            _require_value(name, prompt)
+            given = [value for value in prompt.values() if value is not None]
+            if len(given) != 1:
+                raise ValueError(f"{name} {shown(prompt)} has {len(given)} of prompt and prompt_token_ids; give one")
+            prompt = as_plain(name, given[0])
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")

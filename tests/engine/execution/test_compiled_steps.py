@@ -60,7 +60,7 @@ def test_every_step_has_its_own_when_all_are_compiled(gate):
     assert steps.choose(make_step([(0, 9), (0, 50)]))[1] == "prefill 64"
 
 
-def test_what_no_step_wants_is_not_compiled(gate):
+def test_what_no_step_wants_is_not_compiled():
     names = []
 
     def compile_bucket(bucket):
@@ -213,6 +213,34 @@ def test_the_end_of_a_program_waits_for_no_step_that_has_not_begun():
     assert len(result.stdout.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("is_daemon", [False, True])
+def test_a_program_ends_well_while_a_step_is_compiled_for_a_thread(is_daemon):
+    program = (
+        "import threading, time; from jaxinfer.config import EngineConfig; "
+        "from jaxinfer.engine.execution.step_shapes import plan_buckets; "
+        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "begun = threading.Event(); "
+        "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or begun.set() or time.sleep(1)); "
+        "steps.wait_for_enough(); "
+        f"threading.Thread(target=steps._demand, args=(buckets,), daemon={is_daemon}).start(); begun.wait()"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=600, check=True)
+
+
+def test_threads_go_on_with_better_steps_after_the_end_of_the_main_thread():
+    program = (
+        "import threading, time; from jaxinfer.config import EngineConfig; "
+        "from jaxinfer.engine.execution.step_shapes import plan_buckets; "
+        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "steps = CompiledSteps(buckets, lambda bucket: bucket.name); "
+        "serve = lambda: (time.sleep(0.5), steps._demand(buckets[:1]), time.sleep(0.5), print(steps.of(buckets[0]))); "
+        "threading.Thread(target=serve).start()"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
+
+    assert result.stdout == "decode 1\n"
+
+
 def test_a_thread_that_waits_has_all_steps_after_the_end_of_the_main_thread():
     program = (
         "import threading, time; "
@@ -315,6 +343,22 @@ def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
         steps.wait()
 
 
+def test_a_step_goes_on_where_no_thread_can_be_started(gate, monkeypatch, caplog):
+    steps = steps_behind(gate)
+    gate.set()
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refuse)
+        assert steps.choose(DECODE).bucket == LAST
+    assert "no thread can compile decode 8" in caplog.text
+
+    steps.wait()
+    assert steps.choose(DECODE).compiled == "decode 8"
+
+
 def test_who_waits_while_the_engine_is_closed_is_told(gate):
     steps, errors = steps_behind(gate), []
 
@@ -326,9 +370,10 @@ def test_who_waits_while_the_engine_is_closed_is_told(gate):
 
     thread = threading.Thread(target=wait)
     thread.start()
+    while len(steps._futures) < len(BUCKETS):
+        time.sleep(0.01)
     steps.cancel()
-    gate.set()
-    thread.join(60)
+    thread.join(60)  # though the gate holds up the step under way
 
     assert errors == ["the engine was closed before its steps were compiled; make a new one"]
 
@@ -344,7 +389,9 @@ def test_a_failure_at_the_last_is_raised():
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
     expected, steps = contents(llm), runner_of(llm).compiled_steps
     last = enough_buckets(steps._buckets)
-    monkeypatch.setattr(steps, "_compiled", {bucket: steps.of(bucket) for bucket in last})
+    for name in ("_compiled", "_ready", "_with_draw"):
+        monkeypatch.setattr(steps, name, getattr(steps, name))  # as they are, after the test
+    steps._compiled = {bucket: steps.of(bucket) for bucket in last}
     steps._record_ready()
 
     with recorded_steps(llm) as computed:

@@ -221,7 +221,7 @@ def test_a_conversation_without_a_value_is_refused_by_its_number(llm, messages, 
 
 def test_a_prompt_may_be_a_mapping_with_text_or_token_ids(llm):
     ids = llm.tokenizer.encode("def add(")
-    prompts = ["def add(", {"prompt": "def add("}, {"prompt_token_ids": ids}, {"prompt": "x", "prompt_token_ids": ids}]
+    prompts = ["def add(", {"prompt": "def add("}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.array(ids)}]
 
     completions = llm.generate(prompts, GREEDY, show_progress=False)
 
@@ -230,10 +230,17 @@ def test_a_prompt_may_be_a_mapping_with_text_or_token_ids(llm):
 
 
 @pytest.mark.parametrize(
-    "prompt", [{"prompt": "a", "multi_modal_data": {}}, {"prompt_embeds": [0.5]}, {}, {"prompt": None}], ids=repr
+    "prompt",
+    [
+        *({"prompt": "a", "multi_modal_data": {}}, {"prompt_embeds": [0.5]}, {}, {"prompt": None}),
+        *({"prompt_token_ids": []}, {"prompt": "a", "prompt_token_ids": [5]}),
+    ],
+    ids=repr,
 )
 def test_a_mapping_of_another_form_is_refused(llm, prompt):
-    with pytest.raises(ValueError, match="^prompts? .* (is neither text nor|are neither text, nor|is a missing value)"):
+    with pytest.raises(
+        ValueError, match="^prompts? .* (is neither text nor|are neither text, nor|has [02] of prompt and|is empty)"
+    ):
         llm.generate(prompt, GREEDY, show_progress=False)
 
 
