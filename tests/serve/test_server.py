@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -404,6 +405,8 @@ def test_what_is_unfinished_after_the_drain_ends_with_its_tokens_so_far(checkpoi
         (["--port", "65536"], "port=65536 is not allowed"),
         (["--port", "0", "--tls-key", "a"], "--tls-certificate and --tls-key belong together"),
         (["--port", "0", "--keys", "nowhere"], "No such file"),
+        (["--port", "0", "--api-key", "secret"], "the key has 6 characters, which others can guess; give at least 16"),
+        (["--port", "0", "--api-key", "x" * 16, "--keys", "k"], "not allowed with argument --api-key"),
         (["--port", "0", "--files", "/dev/null/files"], "/dev/null/files cannot be used"),
         (["--port", "0", "--max-file-bytes", "0"], "max_file_bytes=0 is not allowed"),
     ],
@@ -414,6 +417,17 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, message, capsys):
         assert main(["serve", "--model", "nowhere", *(text.replace("{used}", port) for text in options)]) == 2
 
     assert message.replace("{used}", port) in capsys.readouterr().err
+
+
+def test_a_server_with_one_key_and_all_steps_compiled(checkpoint, tmp_path):
+    options = ["--port", "0", "--api-key", "a key for all of them", "--warm-up"]
+    with server_process(checkpoint, tmp_path, *options) as (_, address):
+        assert httpx.post(f"{address}/v1/completions", json=SHORT, timeout=WAIT).status_code == 401
+        headers = {"Authorization": "Bearer a key for all of them"}
+        answer = httpx.post(f"{address}/v1/completions", json=SHORT, headers=headers, timeout=WAIT)
+        assert answer.status_code == 200
+        metrics = httpx.get(f"{address}/metrics", headers=headers, timeout=WAIT).text
+        assert re.search(r"^jaxinfer:late_compiles\w*({.*})? 0.0$", metrics, re.MULTILINE)
 
 
 def test_sigterm_ends_the_process_after_its_requests(checkpoint, tmp_path):

@@ -13,10 +13,11 @@ import time
 
 import pytest
 
+from jaxinfer import LLM
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
 from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
-from tests.engine.engines import content_of, forget_prefixes, random_prompts, recorded_steps
+from tests.engine.engines import SMALL, content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.execution.test_batch_builder import make_step
 from tests.engine.probe import runner_of
 
@@ -399,6 +400,28 @@ def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypat
 
     assert any(step.is_decode for step in computed)
     assert {steps.choose(step)[0].is_decode for step in computed} == {False}
+
+
+def test_a_request_begins_with_a_step_that_stands_in_and_others_go_on_with_their_own(checkpoint, monkeypatch):
+    with LLM(checkpoint, config=EngineConfig(**SMALL)) as llm:
+        steps, names = runner_of(llm).compiled_steps, []
+        choose = steps.choose
+
+        def recorded(step):
+            choice = choose(step)
+            names.append(choice.bucket.name)
+            return choice
+
+        monkeypatch.setattr(steps, "choose", recorded)
+        expected, first = contents(llm), names[:]
+        end = time.monotonic() + 300
+        while not names[-1].startswith("decode") and time.monotonic() < end:
+            assert contents(llm) == expected
+
+        assert first[0].startswith("prefill")
+        assert contents(llm) == expected
+        assert names[-1].startswith("decode")
+        assert llm.metrics().num_late_compiles == 0
 
 
 def contents(llm):
