@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 from jaxinfer.validation import shown
 
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
+# Files by which the kernel of the host shows accelerators, and the extra that lets JAX use them.
+DEVICE_FILES = {"/dev/nvidia[0-9]*": "cuda", "/dev/accel[0-9]*": "tpu", "/dev/vfio/[0-9]*": "tpu"}
 # Instruction sets by which a CPU's multiplication routines are chosen.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve", "sve2")
 # Weight formats by their accepted names.
@@ -30,6 +33,15 @@ DTYPES = {
 CPU_BATCHED_TOKENS, ACCELERATOR_BATCHED_TOKENS = 512, 2048
 # Bytes of the page pool if neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
+
+
+def idle_accelerators() -> list[str]:
+    """Returns a line for each accelerator of this machine that JAX does not use, though it was not told to."""
+    if jax.default_backend() != "cpu" or jax.config.values["jax_platforms"]:
+        return []
+    found = {min(files): extra for pattern, extra in DEVICE_FILES.items() if (files := glob.glob(pattern))}
+    way_out = "pip install 'jaxinfer[{}]', see JAX's log, or set JAX_PLATFORMS=cpu"
+    return [f"JAX computes on the CPU though {path} is there: {way_out.format(extra)}" for path, extra in found.items()]
 
 
 def require_device(memory_fraction: float | None = None) -> None:

@@ -138,3 +138,32 @@ def test_a_cache_that_is_switched_off_stays_off(cache_options):
     device.enable_compilation_cache()
 
     assert option("jax_compilation_cache_dir") is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "platforms", "files", "lines"),
+    [
+        ("cpu", None, [], []),
+        (
+            "cpu",
+            None,
+            ["nvidia0", "nvidia1"],
+            ["nvidia0 is there: pip install 'jaxinfer[cuda]', see JAX's log, or set"],
+        ),
+        ("cpu", None, ["3"], ["3 is there: pip install 'jaxinfer[tpu]'"]),
+        ("cpu", "cpu", ["nvidia0"], []),
+        ("gpu", None, ["nvidia0"], []),
+    ],
+)
+def test_an_accelerator_that_jax_does_not_use_is_named(monkeypatch, tmp_path, backend, platforms, files, lines):
+    for name in files:
+        (tmp_path / name).touch()
+    patterns = {f"{tmp_path}/nvidia[0-9]*": "cuda", f"{tmp_path}/[0-9]*": "tpu"}
+    monkeypatch.setattr(device, "DEVICE_FILES", patterns)
+    monkeypatch.setattr(device.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(type(device.jax.config), "values", property(lambda _: {"jax_platforms": platforms}))
+
+    found = device.idle_accelerators()
+
+    assert len(found) == len(lines)
+    assert all(part in line for part, line in zip(lines, found, strict=True))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
-from jaxinfer.device import describe_cpu, enable_compilation_cache
+from jaxinfer.device import describe_cpu, enable_compilation_cache, idle_accelerators
 from jaxinfer.engine.execution.executable_cache import cache_bytes, cache_folder
 from jaxinfer.engine.execution.memory_plan import one_page
 from jaxinfer.model.cache import page_bytes
@@ -40,8 +40,6 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.quantized_matmul import quantized_matmul
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
-# Files by which the kernel of the host shows accelerators, and the extra that lets JAX use them.
-DEVICE_FILES = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu"}
 # Inputs, outputs and experts of the products for which a kernel is looked up.
 WIDTH, EXPERTS = 1024, 8
 GIGABYTE = 1e9
@@ -199,9 +197,7 @@ def slow_parts(dtype: str, cache_dtype: str | None = None) -> Iterator[str]:
     if cache_folder() is None:
         yield "each start compiles anew: compiled steps are not kept on disk (JAX_COMPILATION_CACHE_DIR)"
     if device.platform == "cpu":
-        for path, extra in DEVICE_FILES.items():
-            if Path(path).exists():
-                yield f"JAX computes on the CPU though {path} is there: pip install 'jaxinfer[{extra}]', or see its log"
+        yield from idle_accelerators()
         if platform.machine() in ("x86_64", "AMD64") and "avx512f" not in describe_cpu():
             yield "products: this CPU has no AVX-512, whose vectors are twice as long"
         if dtype != "float32":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 import textwrap
 import time
@@ -161,8 +162,9 @@ def _option(parameter: str) -> str:
 
 
 def _one_line(error: object) -> str:
-    """Returns an error's message on one line, with the middle of long words left out."""
-    return " ".join(map(cut, str(error).split()))
+    """Returns an error's message on one line, with the middle of long words left out, and fields as options."""
+    text = re.sub(r"\bEngineConfig\.(?!parallelism)(\w+)", lambda found: _option(found[1]), str(error))
+    return " ".join(map(cut, text.split()))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from jaxinfer._version import __version__
 from jaxinfer.checkpoint import Checkpoint, read_sampling_defaults
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.device import idle_accelerators
 from jaxinfer.display.progress import write_line
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
@@ -90,6 +91,8 @@ def build_engine(
     """
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
+    for line in idle_accelerators():
+        logger.warning(line)
     if config.parallelism is None and devices is None:
         config = replace(
             config, parallelism=fewest_devices(checkpoint, config, dtype, speculates=speculation is not None)

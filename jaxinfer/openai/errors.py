@@ -94,6 +94,8 @@ def refusal_of(
     """
     if isinstance(error, RefusedError):
         return error
+    # A client cannot do what the engine's user can.
+    message = message.replace("raise EngineConfig.", "ask the server's operator to raise ")
     if isinstance(error, QueueFullError):
         return RefusedError(429, message, kind="rate_limit_error", code="queue_full", retry_after=retry_after)
     found = re.match(r"\w+", message)

@@ -466,6 +466,15 @@ def test_batch_refuses_a_wrong_path_before_it_loads_a_model(tmp_path: Path, llm)
     assert llm.told == {}
 
 
+def test_an_error_names_options_where_python_has_fields(llm, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("raise EngineConfig.max_model_len, or leave out EngineConfig.parallelism")
+
+    monkeypatch.setattr(llm, "stream", refuse)
+    assert main(["generate", "p", "--quiet"]) == 2
+    assert "raise --max-model-len, or leave out EngineConfig.parallelism" in capsys.readouterr().err
+
+
 def test_version_is_that_of_the_package(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("jaxinfer ")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.openai import reading
 from jaxinfer.openai.bodies import Body, ChatBody, CompletionBody, DetokenizeBody
-from jaxinfer.openai.errors import RefusedError
+from jaxinfer.openai.errors import RefusedError, refusal_of
 from jaxinfer.openai.reading import MAX_FEW, MAX_VALUES, read_body, require_json
 from tests.pauses import longest_pause
 
@@ -165,3 +165,12 @@ def test_at_least_four_hundred_levels_are_read():
     for width in (1, MAX_FEW + 1):
         content = b'{"values": [' + b"[" * 400 + b"]" * 400 + b",1" * width + b"]}"
         assert read_body(content, AnyBody).values[0]
+
+
+def test_a_client_is_sent_to_the_operator_for_what_it_cannot_raise():
+    message = "n=9 is more than max_samples=8; ask for fewer or raise EngineConfig.max_samples"
+
+    refusal = refusal_of(ValueError(message), message, {"n"})
+
+    assert "ask for fewer or ask the server's operator to raise max_samples" in str(refusal)
+    assert refusal.param == "n"
