@@ -9,16 +9,13 @@ import os
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from jaxinfer import LLM, xla_options
 from jaxinfer.cli import doctor
 from jaxinfer.cli.main import main
-from jaxinfer.config import EngineConfig
 from jaxinfer.engine import assembly
-from jaxinfer.engine.device_limits import describe_limits
 from kernels_pallas import row_products
 
 pytestmark = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the option is for x86")
@@ -83,14 +80,6 @@ def test_an_option_of_the_commands_sets_the_part_whatever_variables_say(monkeypa
     for wrong in ("0", "1.5", "most", "nan"):
         assert main(["generate", "p", "--memory-fraction", wrong]) == 2
         assert f"'{wrong}' is no part; give a number above 0 and up to 1" in capsys.readouterr().err
-
-
-def test_the_line_of_limits_says_how_much_memory_jax_has(monkeypatch):
-    device = SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: {"bytes_limit": 128 * 2**30})
-    monkeypatch.setattr("jax.local_devices", lambda: [device])
-    monkeypatch.setattr("jax.devices", lambda: [device])
-
-    assert describe_limits(EngineConfig(max_num_seqs=8)).startswith("NVIDIA H200 with 128.0 GiB for JAX: up to 8 req")
 
 
 def test_a_jaxlib_that_may_not_know_the_option_does_not_get_it(monkeypatch):

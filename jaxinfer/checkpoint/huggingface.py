@@ -38,16 +38,17 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
         raise ValueError(
             f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in, or a file {SUFFIX}"
         )
-    if str(path_or_id).startswith((".", "/", "~")):
-        raise ValueError(
-            f"checkpoint {shown(str(path_or_id))} does not exist; give the path of a folder or GGUF file that is there,"
-            " or an id of the Hugging Face Hub, such as 'Qwen/Qwen3-0.6B'"
-        )
+    is_local = str(path_or_id).startswith((".", "/", "~"))  # as no id of the Hub is
     owner, name, file = [*str(path_or_id).split("/", 2), "", ""][:3]
-    if is_gguf(place) and not (owner and name and file):
+    if is_gguf(place) and (is_local or not (owner and name and file)):
         raise ValueError(
             f"checkpoint {shown(str(path_or_id))} does not exist; give the path of a GGUF file, or its place on the"
             f" Hugging Face Hub, such as 'owner/name/model{SUFFIX}'"
+        )
+    if is_local:
+        raise ValueError(
+            f"checkpoint {shown(str(path_or_id))} does not exist; give the path of a folder or GGUF file that is there,"
+            " or an id of the Hugging Face Hub, such as 'Qwen/Qwen3-0.6B'"
         )
     # Imported here: reading a local checkpoint needs neither the package nor the time to import it.
     import huggingface_hub

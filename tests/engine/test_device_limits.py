@@ -84,7 +84,10 @@ def test_the_limits_are_told_in_a_line(on):
 
     told = describe_limits(fitted())
 
-    assert told == "NVIDIA H200: up to 256 requests and 2048 tokens in a step, decode loops of 4 steps"
+    assert (
+        told
+        == "NVIDIA H200 with 130.4 GiB for JAX: up to 256 requests and 2048 tokens in a step, decode loops of 4 steps"
+    )
     assert describe_limits(fitted(cache_dtype="fp8")) == f"{told}, keys and values in fp8"
 
 

@@ -105,10 +105,10 @@ def test_without_sampling_params_the_defaults_are_used(llm):
 
 
 @pytest.mark.parametrize("show_progress", [True, False])
-def test_the_progress_bar_shows_only_where_it_is_wanted(llm, capsys, show_progress):
+def test_the_progress_bar_shows_only_where_it_is_wanted(llm, lines_at_once, capsys, show_progress):
     llm.generate(PROMPTS[:2], GREEDY, show_progress=show_progress)
 
-    assert ("2/2" in capsys.readouterr().err) == show_progress
+    assert ("2 of 2" in capsys.readouterr().err) == show_progress
 
 
 # ---- what comes out
