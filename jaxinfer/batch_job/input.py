@@ -59,6 +59,7 @@ def check_paths(input_path: Any, output_path: Any) -> tuple[File, File]:
 
 def check_errors_path(source: File, output: File, errors_path: Any) -> File:
     """Returns the file for the records of failed lines; ValueError if it is the input, the output, or in no folder."""
+    as_file("errors_path", errors_path)  # an error names it so
     errors = check_paths(source, errors_path)[1]
     if str(errors) == str(output) or (type(errors) is type(output) and errors.exists() and errors.samefile(output)):  # pyright: ignore
         raise ValueError(f"{errors} is the output itself; give another file for the errors")
@@ -75,7 +76,7 @@ def open_lines(path: File, shard: Shard = WHOLE) -> Iterator[Iterator[tuple[int,
 def numbered_lines(lines: Iterable[bytes], shard: Shard = WHOLE) -> Iterator[tuple[int, bytes]]:
     """Yields (number, line) of the lines in the shard that are not blank; numbers count all lines from 1."""
     for number, raw in enumerate(lines, 1):
-        if raw.strip() and (shard == WHOLE or shard.has(number, custom_id_of(raw))):
+        if raw.strip() and (shard == WHOLE or shard.has(number, custom_id_of(raw, number))):
             yield number, raw
 
 
@@ -114,13 +115,14 @@ def check_input(path: File) -> None:
             raise ValueError(f"{path} cannot be decompressed ({error}); compress it again") from None
 
 
-def check_lines(path: File, form: LineForm) -> None:
-    """Raises ValueError, before a model is loaded, if none of the first lines is a request."""
+def wrong_lines(path: File, form: LineForm) -> str | None:
+    """Returns what is wrong with the first lines, if any of them is no request."""
     with open_lines(path) as lines:
         entries = [parse_request(raw, number, form=form) for number, raw in islice(lines, NUM_CHECKED)]
     wrong = [entry for entry in entries if isinstance(entry, InvalidLine)]
-    if wrong and len(wrong) == len(entries):
-        raise ValueError(f"none of the first {len(wrong)} lines is a request; line {wrong[0].line}: {wrong[0].message}")
+    if not wrong:
+        return None
+    return f"{len(wrong)} of the first {len(entries)} lines are no requests; line {wrong[0].line}: {wrong[0].message}"
 
 
 def _check_format(path: File, head: bytes) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from jaxinfer.batch_job.files import File, as_file
-from jaxinfer.batch_job.input import check_errors_path, check_input, check_lines, check_paths, open_lines
+from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines, wrong_lines
 from jaxinfer.batch_job.line_form import PLAIN, LineForm
 from jaxinfer.batch_job.output import ConvertedOutput, Done, OutputFile, match_lines, open_output
 from jaxinfer.batch_job.records import (
@@ -235,22 +235,22 @@ def check_job(
     errors_path: str | Path | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
-    form: LineForm | None = None,
-) -> None:
+    form: LineForm = PLAIN,
+) -> str | None:
     """Checks the arguments of `run_batch` before a model is loaded; ValueError if it would refuse them.
 
-    Reads the whole input, and creates the output. With a `form`, also refuses an input whose first lines all fail.
+    Reads the whole input, and creates the output. Returns what is wrong with its first lines, if any of them is no
+    request; the job records their errors.
     """
     require_int("max_in_flight", max_in_flight, 1)
     part = as_shard(shard)
     source, output = check_paths(input_path, output_path)
     outputs = [output] if errors_path is None else [output, check_errors_path(source, output, errors_path)]
     check_input(source)
-    if form is not None:
-        check_lines(source, form)
     for file in outputs:
         with open_output(part.path(file)):
             pass
+    return wrong_lines(source, form)
 
 
 def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:

@@ -88,7 +88,7 @@ def _check_complete(input_path: File, shards: list[tuple[Shard, File]], records:
     unmatched = set(records)
     with open_lines(input_path) as lines:
         for line, raw in lines:
-            index = shard_index(line, custom_id_of(raw), len(shards))
+            index = shard_index(line, custom_id_of(raw, line), len(shards))
             num_requests[index] += 1
             if line not in records:
                 missing[index] += 1

@@ -111,4 +111,6 @@ def _line(fields: dict[str, Any]) -> bytes:
         raise ValueError("OpenAI's batch format has no columns for its records; give prompt or messages in columns")
     if isinstance(custom_id, str) and fields.get("seed") is None:
         fields = {**fields, "seed": seed_of(0, custom_id)}
+    if custom_id is None:  # the row's number in its batch would be that of others too
+        fields = {**fields, "custom_id": None}
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

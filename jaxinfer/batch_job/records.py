@@ -108,7 +108,7 @@ def read_requests(
     seen: set[str | None] = set()
     for line, raw in lines:
         if line in done:
-            seen.add(custom_id_of(raw) or str(line))
+            seen.add(custom_id_of(raw, line))
         else:
             entry = parse_request(raw, line, defaults, form)
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
@@ -126,7 +126,7 @@ def parse_request(
     A line without a custom_id has its number as one. A request without a seed gets one derived from its line number
     and custom_id. So a resumed job samples the same tokens as an undisturbed one.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] | None = None
     digest = digest_of(raw)
     try:
         fields = _object(parse_line(raw))
@@ -134,7 +134,8 @@ def parse_request(
     except Exception as error:
         if not is_of_line(error):
             raise
-        return _invalid(line, _custom_id(fields), digest, message_of(error), is_openai_line(fields))
+        custom_id = None if fields is None else _custom_id(fields, line)
+        return _invalid(line, custom_id, digest, message_of(error), is_openai_line(fields or {}))
 
 
 def is_of_line(error: Exception) -> bool:
@@ -155,10 +156,10 @@ def _invalid(line: int, custom_id: str | None, digest: str, message: str, is_ope
     return InvalidLine(line=line, custom_id=custom_id, digest=digest, message=message, is_openai=is_openai)
 
 
-def custom_id_of(raw: bytes) -> str | None:
-    """Returns the custom_id of an input line, or None if it has none."""
+def custom_id_of(raw: bytes, line: int) -> str | None:
+    """Returns the custom_id of an input line, its number if it states none; None for a line or an id that is none."""
     try:
-        return _custom_id(_object(parse_line(raw)))
+        return _custom_id(_object(parse_line(raw)), line)
     except ValueError:
         return None
 
@@ -247,7 +248,7 @@ def unanswered_line(raw: bytes, line: int, identity: Mapping[str, str], code: st
     """Formats the record of a line in OpenAI's format that was not executed, line end included."""
     digest = digest_of(raw)
     failure = {"id": f"batch_req_{digest}", "response": None, "error": {"code": code, "message": message}}
-    entry = InvalidLine(line=line, custom_id=custom_id_of(raw), digest=digest, message=message)
+    entry = InvalidLine(line=line, custom_id=custom_id_of(raw, line), digest=digest, message=message)
     return _failure_line(entry, failure, identity)
 
 
@@ -317,10 +318,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingParams, form: LineForm) -> JobRequest:
-    is_openai = is_openai_line(fields)
-    custom_id = _custom_id(fields)
-    if custom_id is None and fields.get("custom_id") is None and not is_openai:
-        custom_id = str(line)
+    is_openai, custom_id = is_openai_line(fields), _custom_id(fields, line)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
     if is_openai:
@@ -388,7 +386,9 @@ def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:
     return [(int(key), bias) for key, bias in biases.items()]
 
 
-def _custom_id(fields: dict[str, Any]) -> str | None:
+def _custom_id(fields: dict[str, Any], line: int) -> str | None:
+    if "custom_id" not in fields and not is_openai_line(fields):
+        return str(line)
     custom_id = fields.get("custom_id")
     return str(custom_id) if type(custom_id) is int else custom_id if isinstance(custom_id, str) else None
 

@@ -417,7 +417,10 @@ def _print_log_probs(
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise ValueError
+    return names
 
 
 def _fraction(text: str) -> float:
@@ -451,7 +454,9 @@ def _batch(arguments: argparse.Namespace) -> int:
     texts = {"prompt": arguments.prompt, "system": arguments.system, "kept": arguments.keep or ()}
     form = LineForm(**texts, fields=arguments.fields, sampling_params=params)
     if not arguments.process_id:  # the other processes neither read the input nor write the output
-        check_job(arguments.input, arguments.output, form=form, **options)
+        wrong = check_job(arguments.input, arguments.output, form=form, **options)
+        if wrong is not None and not arguments.quiet:
+            print(f"jaxinfer: {_one_line(wrong)}", file=sys.stderr, flush=True)
     llm = _load(arguments)
     params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
     is_given = params != llm.default_sampling_params

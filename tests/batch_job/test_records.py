@@ -173,6 +173,7 @@ INVALID = {
     b"[" * 100_000: "nested too deeply",
     b"7": "is a number",
     b"{}": "prompt is missing",
+    b'{"custom_id": null, "prompt": "p"}': "custom_id is missing or null",
     b'{"custom_id": 1}': "prompt is missing",
     b'{"custom_id": true, "prompt": "p"}': "custom_id is a truth value",
     b'{"custom_id": "a", "prompt": "p", "tempature": 1}': r"\['tempature'\] are unknown; did you mean temperature",
@@ -204,7 +205,7 @@ INVALID = {
 def test_a_line_that_is_no_request_says_why(raw):
     entry = parse_request(raw, 9)
     assert isinstance(entry, InvalidLine)
-    assert (entry.line, entry.custom_id) == (9, custom_id_of(raw))
+    assert (entry.line, entry.custom_id) == (9, custom_id_of(raw, 9))
     assert re.search(INVALID[raw], entry.message)
 
 

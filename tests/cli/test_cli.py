@@ -408,7 +408,7 @@ def test_batch_runs_a_file_and_tells_what_it_did(tmp_path: Path, capsys):
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(("lines", "status"), [([], 0), ([REQUEST], 0), ([REQUEST, "{"], 1)], ids=str)
+@pytest.mark.parametrize(("lines", "status"), [([], 0), ([REQUEST], 0), (["{"], 1), ([REQUEST, "{"], 1)], ids=str)
 def test_the_status_of_a_job_tells_of_errors_also_of_runs_before(tmp_path, capsys, lines, status):
     argv = [*write_job(tmp_path, *lines), "--quiet"]
     for _ in range(2):
@@ -421,10 +421,6 @@ def test_the_status_of_a_job_tells_of_errors_also_of_runs_before(tmp_path, capsy
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        (["{"] * 3, [], "none of the first 3 lines is a request; line 1: the line is not JSON"),
-        (['{"prompt": "p", "tempature": 1}'], [], "keys ['tempature'] are unknown; did you mean temperature?"),
-        (['{"question": "p"}'], [], "keys ['question'] are unknown"),
-        (['{"question": "p"}'], ["--prompt", "{answer}"], "keys ['question'] are unknown"),
         ([REQUEST], ["--prompt", "{prompt"], "prompt='{prompt' is not allowed: prompt must be text with keys"),
         ([REQUEST], ["--fields", "text,tokens"], "fields='tokens' is not allowed"),
         ([REQUEST], ["--regex", "("], "regex="),
@@ -436,6 +432,27 @@ def test_batch_refuses_lines_and_options_before_it_loads_a_model(lines, options,
     assert main([*write_job(tmp_path, *lines), *options]) == 2
     assert message in capsys.readouterr().err
     assert llm.told == {}
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        (["{"] * 3, [], "3 of the first 3 lines are no requests; line 1: the line is not JSON"),
+        ([REQUEST, '{"prompt": "p", "tempature": 1}'], [], "line 2: keys ['tempature'] are unknown; did you mean temp"),
+        (['{"question": "p"}'], [], "keys ['question'] are unknown"),
+        (['{"question": "p"}'], ["--prompt", "{answer}"], "keys ['question'] are unknown"),
+    ],
+)
+def test_batch_says_before_it_loads_a_model_which_lines_are_wrong(
+    lines, options, message, tmp_path, llm, monkeypatch, capsys
+):
+    def refuse(*_, **__):
+        raise ValueError("the model is loaded")
+
+    monkeypatch.setattr(llm, "__init__", refuse)
+    assert main([*write_job(tmp_path, *lines), *options]) == 2
+    told = capsys.readouterr().err
+    assert told.index(message) < told.index("the model is loaded")
 
 
 def test_batch_has_options_for_all_lines(tmp_path):
