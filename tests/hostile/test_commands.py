@@ -170,6 +170,7 @@ def test_any_options(command, folder, monkeypatch):
     @given(some)
     def test(options):
         argv = [f"{name}={value}" for name, value in options.items()]
+        (folder / "out.jsonl").unlink(missing_ok=True)  # it is refused to a job with other options
         status, error = run(command, *COMMANDS[command], *argv, "--quiet")
         if status == cli.EXIT_USAGE:
             names = {name.removeprefix("--no-").strip("-") for name in options}
