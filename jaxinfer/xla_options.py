@@ -42,7 +42,7 @@ def set_xla_options() -> None:
 
 
 def take_memory(fraction: float) -> None:
-    """Has JAX take this part of a GPU's memory, three quarters otherwise, whatever the user's variables say."""
+    """Has JAX take this part of a GPU's memory, in place of what the user's variables say."""
     os.environ.pop(NEWER_VARIABLE, None)
     os.environ[FRACTION_VARIABLE] = str(fraction)
 

@@ -115,9 +115,9 @@ def check_input(path: File) -> None:
             raise ValueError(f"{path} cannot be decompressed ({error}); compress it again") from None
 
 
-def wrong_lines(path: File, form: LineForm) -> str | None:
-    """Returns what is wrong with the first lines, if any of them is no request."""
-    with open_lines(path) as lines:
+def wrong_lines(input_path: str | Path, form: LineForm) -> str | None:
+    """Returns what is wrong with the first lines of an input, if any of them is no request."""
+    with open_lines(as_file("input_path", input_path)) as lines:
         entries = [parse_request(raw, number, form=form) for number, raw in islice(lines, NUM_CHECKED)]
     wrong = [entry for entry in entries if isinstance(entry, InvalidLine)]
     if not wrong:

@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from jaxinfer.batch_job.files import File, as_file
-from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines, wrong_lines
+from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines
 from jaxinfer.batch_job.line_form import PLAIN, LineForm
 from jaxinfer.batch_job.output import ConvertedOutput, Done, OutputFile, match_lines, open_output
 from jaxinfer.batch_job.records import (
@@ -73,7 +73,7 @@ class Progress:
         self.num_errors_before = num_errors_before
         self.num_completed = self.num_errors = 0
         self.num_tokens = self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.first_texts: list[tuple[str, str]] = []
+        self.first_texts: tuple[tuple[str, str], ...] = ()
         self._started_at = time.monotonic()
 
     @property
@@ -87,12 +87,7 @@ class Progress:
 
     def summary(self) -> Summary:
         """Returns the counters as they are now."""
-        names = (
-            *("num_requests", "num_done_before", "num_errors_before", "num_completed", "num_errors"),
-            *("num_tokens", "num_prompt_tokens", "num_cached_tokens"),
-        )
-        counters = {name: getattr(self, name) for name in names}
-        return Summary(**counters, seconds=self.seconds, first_texts=tuple(self.first_texts))
+        return Summary(**{field.name: getattr(self, field.name) for field in fields(Summary)})
 
 
 def run_batch(
@@ -235,12 +230,10 @@ def check_job(
     errors_path: str | Path | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
-    form: LineForm = PLAIN,
-) -> str | None:
+) -> None:
     """Checks the arguments of `run_batch` before a model is loaded; ValueError if it would refuse them.
 
-    Reads the whole input, and creates the output. Returns what is wrong with its first lines, if any of them is no
-    request; the job records their errors.
+    Reads the whole input, and creates the output.
     """
     require_int("max_in_flight", max_in_flight, 1)
     part = as_shard(shard)
@@ -250,7 +243,6 @@ def check_job(
     for file in outputs:
         with open_output(part.path(file)):
             pass
-    return wrong_lines(source, form)
 
 
 def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:
@@ -509,7 +501,7 @@ class _Job:
             return
         if not has_error and len(self._progress.first_texts) < NUM_FIRST_TEXTS:
             prompt = request.prompt if isinstance(request.prompt, str) else ""
-            self._progress.first_texts.append((request.custom_id, prompt + completions[0].text))
+            self._progress.first_texts += ((request.custom_id, prompt + completions[0].text),)
         self._record(self._errors if has_error else self._output, record, has_error=has_error)
 
     def _refuse(self, request: JobRequest, error: Exception) -> None:

@@ -15,18 +15,25 @@ from jaxinfer.validation import as_tuple, require, shown
 
 DIGEST_BYTES = 8
 SYSTEM_ROLES = ("system", "developer")
-# What a record may leave out: of an answer or of each of its samples, and of all samples.
-SAMPLE_FIELDS = (
+# What a record may leave out.
+RECORD_FIELDS = (
     *("text", "token_ids", "log_probs", "sampling_log_probs", "top_log_probs", "prompt_log_probs"),
     *("prompt_top_log_probs", "content", "reasoning", "tool_calls", "finish_reason"),
+    *("num_prompt_tokens", "seed"),
 )
-RECORD_FIELDS = (*SAMPLE_FIELDS, "num_prompt_tokens", "seed")
 
 
 def _names(name: str, values: Any) -> tuple[str, ...]:
     names = as_tuple(name, values, "several names")
     require(all(isinstance(each, str) and each for each in names), name, names, "several names")
     return names
+
+
+def _filling(name: str, line: Mapping[str, Any]) -> Any:
+    """Returns the value of a line's key for a template."""
+    if isinstance(value := line.get(name), dict | list | None):
+        raise ValueError(f"the prompt needs {name}, which is {shown(value)} here; give text or a number")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,20 +100,22 @@ class LineForm:
         values = [getattr(self, field.name) for field in fields(self)]
         return {"lines": blake2b(repr(values).encode(errors="backslashreplace"), digest_size=DIGEST_BYTES).hexdigest()}
 
-    def prompt_of(self, line: Mapping[str, Any]) -> str:
-        """Returns the prompt of a line by the template; ValueError for a line without one of its keys."""
-        assert self.prompt is not None
-        for name in self.columns:
-            if isinstance(line.get(name), dict | list | None):
-                raise ValueError(
-                    f"the prompt needs {name}, which is {shown(line.get(name))} here; give text or a number"
-                )
-        return self.prompt.format_map({name: line[name] for name in self.columns})
-
-    def conversation(self, messages: list[Any]) -> list[Any]:
-        """Returns messages with the system prompt first, unless they have one of their own."""
-        has_own = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in SYSTEM_ROLES
-        return messages if self.system is None or has_own else [{"role": "system", "content": self.system}, *messages]
+    def content_of(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the prompt or the messages of a line; ValueError if it has its own too, or lacks a key."""
+        content = {name: line[name] for name in ("prompt", "messages") if name in line}
+        if self.prompt is not None:
+            if content:
+                raise ValueError("the line has a prompt, and so has the job; give one")
+            content = {"prompt": self.prompt.format_map({name: _filling(name, line) for name in self.columns})}
+        if self.system is None:
+            return content
+        if "messages" not in content and isinstance(content.get("prompt"), str):
+            content = {"messages": [{"role": "user", "content": content["prompt"]}]}
+        messages = content.get("messages")
+        if isinstance(messages, list):
+            has_own = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in SYSTEM_ROLES
+            content["messages"] = messages if has_own else [{"role": "system", "content": self.system}, *messages]
+        return content
 
     def of_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a record, or a sample in it, has of all that may be left out."""

@@ -328,10 +328,7 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
         content["sampling_params"] = _seeded(content["sampling_params"], line, custom_id)
         return JobRequest(line=line, custom_id=custom_id, digest=digest, **content)
     known = ("custom_id", "prompt", *CHAT, *OPTIONS, *PARAMETERS)
-    kept = {name: fields[name] for name in form.kept if name in fields}
-    line_keys = {name: fields[name] for name in form.columns if name in fields}
-    fields = {name: value for name, value in fields.items() if name not in {*kept, *line_keys} - {*known}}
-    unknown = sorted(fields.keys() - set(known))
+    unknown = sorted(fields.keys() - {*known, *form.kept, *form.columns})
     if unknown:
         answer = way_out(unknown[0], known) or f"remove them or use {', '.join(known)}"
         raise ValueError(f"keys {shown(unknown)} are unknown; {answer}")
@@ -343,13 +340,9 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
             # SamplingParams would take an object as the list of its keys.
             _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
     params = _seeded(dataclasses.replace(defaults, **parameters), line, custom_id)
-    if form.prompt is not None:
-        _require(not {"prompt", "messages"} & fields.keys(), "the line has a prompt, and so has the job; give one")
-        fields["prompt"] = form.prompt_of(line_keys)
-    if form.system is not None and isinstance(fields.get("prompt"), str) and "messages" not in fields:
-        fields["messages"] = [{"role": "user", "content": fields.pop("prompt")}]
-    if isinstance(fields.get("messages"), list):
-        fields["messages"] = form.conversation(fields["messages"])
+    kept = {name: fields[name] for name in form.kept if name in fields}
+    others = {name: value for name, value in fields.items() if name not in ("prompt", "messages")}
+    fields = others | form.content_of(fields)
     chat = _chat(fields)
     prompt = _prompt(fields) if chat is None else None
     options = {name: fields[name] for name in OPTIONS if name in fields}

@@ -30,7 +30,7 @@ from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
 from jaxinfer.cli import adapters, bench, chat, plan, quantize, serve
-from jaxinfer.cli.options import add_fields, add_processes, from_arguments, join_processes, reader
+from jaxinfer.cli.options import add_fields, add_processes, from_arguments, join_processes, option_of, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.names import way_out
@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Ends the program for arguments that the command does not know, with the way out for the first option."""
         name = next((each for each in unknown if each.startswith("-")), "").partition("=")[0]
-        answer = way_out(_parameter(name), set(map(_parameter, self._option_string_actions)), write=_option)
+        answer = way_out(_parameter(name), set(map(_parameter, self._option_string_actions)), write=option_of)
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {answer}" if answer else ""))
 
     def error(self, message: str) -> NoReturn:
@@ -93,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
             arguments.model = named
         for name, value in vars(arguments).items():
             if isinstance(value, list) and (not value or [] in value):  # Python 3.11 parses `--name=--` like this
-                self.error(f"argument --{name.replace('_', '-')}: expected a value, not '--'")
+                self.error(f"argument {option_of(name)}: expected a value, not '--'")
         return arguments
 
 
@@ -157,13 +157,9 @@ def _parameter(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def _option(parameter: str) -> str:
-    return "--" + parameter.replace("_", "-")
-
-
 def _one_line(error: object) -> str:
     """Returns an error's message on one line, with the middle of long words left out, and fields as options."""
-    text = re.sub(r"\bEngineConfig\.(?!parallelism)(\w+)", lambda found: _option(found[1]), str(error))
+    text = re.sub(r"\bEngineConfig\.(?!parallelism)(\w+)", lambda found: option_of(found[1]), str(error))
     return " ".join(map(cut, text.split()))
 
 
@@ -325,15 +321,12 @@ def _read_prompt() -> str:
 def _generate(arguments: argparse.Namespace) -> int:
     from jaxinfer.engine.request.request import QueueFullError
 
-    params = from_arguments(SamplingParams, arguments)
+    _checked_params(arguments)
     try:
         prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
         prompt.encode()  # fails on surrogates, which stand for bytes that are not UTF-8
     except UnicodeError:
         raise ValueError("the prompt is not text in UTF-8; convert it") from None
-    _check_structure(params)
-    if params.prompt_log_probs is not None:
-        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
     params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -358,16 +351,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _check_structure(params: SamplingParams) -> None:
-    """Raises ValueError for a mistake in a structure, before a model is loaded."""
+def _checked_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Returns the sampling options, and has the engine allow for them; ValueError before a model is loaded."""
+    params = from_arguments(SamplingParams, arguments)
     if params.structure is not None:
         from jaxinfer.text.grammar import check_structure
 
         check_structure(params)
+    if params.prompt_log_probs is not None:
+        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
+    return params
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    _check_structure(from_arguments(SamplingParams, arguments))
+    _checked_params(arguments)
     options = chat.read_options(arguments)
     llm = _load(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -439,7 +436,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _batch(arguments: argparse.Namespace) -> int:
-    from jaxinfer.batch_job import LineForm, check_job, run_batch, shard_path
+    from jaxinfer.batch_job import LineForm, check_job, run_batch, shard_path, wrong_lines
 
     if arguments.merge:
         return _merge(arguments)
@@ -447,15 +444,12 @@ def _batch(arguments: argparse.Namespace) -> int:
     names = ("max_in_flight", "shard")
     options: Any = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options["errors_path"] = arguments.errors
-    params = from_arguments(SamplingParams, arguments)
-    _check_structure(params)
-    if params.prompt_log_probs is not None:
-        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
+    params = _checked_params(arguments)
     texts = {"prompt": arguments.prompt, "system": arguments.system, "kept": arguments.keep or ()}
     form = LineForm(**texts, fields=arguments.fields, sampling_params=params)
     if not arguments.process_id:  # the other processes neither read the input nor write the output
-        wrong = check_job(arguments.input, arguments.output, form=form, **options)
-        if wrong is not None and not arguments.quiet:
+        check_job(arguments.input, arguments.output, **options)
+        if not arguments.quiet and (wrong := wrong_lines(arguments.input, form)) is not None:
             print(f"jaxinfer: {_one_line(wrong)}", file=sys.stderr, flush=True)
     llm = _load(arguments)
     params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
@@ -494,7 +488,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     own = ("run", "parser", "input", "output", "errors", "merge", "quiet", "takes_one_adapter")
     given = sorted(name for name, value in vars(arguments).items() if name not in own and value is not None)
     if given:
-        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        options = ", ".join(map(option_of, given))
         raise ValueError(f"--merge runs no request, so it takes no {options}; leave it out")
     merged = merge_shards(arguments.input, arguments.output, errors_path=arguments.errors)
     if not arguments.quiet:

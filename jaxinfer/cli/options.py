@@ -184,7 +184,12 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
         elif field.default is not None:
             options["help"] += f" (default {field.default})"
     named = next((names[field.name] for _, names in NESTED.values() if field.name in names), field.name)
-    group.add_argument("--" + named.replace("_", "-"), **options)
+    group.add_argument(option_of(named), **options)
+
+
+def option_of(parameter: str) -> str:
+    """Returns the option that sets a parameter."""
+    return "--" + parameter.replace("_", "-")
 
 
 def read_size(text: str) -> int:
@@ -228,7 +233,7 @@ def join_processes(arguments: argparse.Namespace) -> None:
         return
     is_auto = given == {"coordinator": "auto"}
     if len(given) < len(names) and not is_auto:
-        missing = ", ".join("--" + name.replace("_", "-") for name in names if name not in given)
+        missing = ", ".join(option_of(name) for name in names if name not in given)
         raise ValueError(f"several processes also need {missing}; or give --coordinator auto alone")
     if not is_auto and not 0 <= given["process_id"] < given["num_processes"]:
         raise ValueError(

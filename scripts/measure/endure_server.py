@@ -24,8 +24,6 @@ from typing import Any
 import httpx
 import psutil
 
-from scripts.bench.servers import wait_until_idle
-
 MAX_GROWTH = 1.05  # of the resident memory after the first minute
 NUM_REQUESTS = 64  # different ones
 KINDS = {"whole": 80, "vanishing": 10, "slow": 8, "half-open": 2}  # shares of clients
@@ -125,7 +123,6 @@ def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], 
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"serves at (\S+)/v1", line):
-            wait_until_idle(process.pid)
             return process, found[1]
     raise RuntimeError("the server has not started")
 

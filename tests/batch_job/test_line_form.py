@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.batch_job import LineForm, run_batch
 from jaxinfer.batch_job.line_form import RECORD_FIELDS
-from jaxinfer.batch_job.parquet import KEPT, read_records, write_records
+from jaxinfer.batch_job.parquet import KEPT, _schema, read_records, write_records
 from jaxinfer.batch_job.records import InvalidLine, JobRequest, completion_line, parse_request, seed_of
 from jaxinfer.config import SamplingParams
 from tests.batch_job.fake_llm import FakeLLM
@@ -153,6 +153,10 @@ def test_records_have_the_fields_and_the_keys_that_are_asked_for(tmp_path):
     assert {*everything[0]} - {*records[0]} <= {*RECORD_FIELDS}
 
 
+def test_a_key_is_kept_as_the_line_has_it():
+    assert request(LineForm(system="s", kept=["prompt"]), prompt="p").kept == {"prompt": "p"}
+
+
 def test_samples_of_a_line_have_the_fields_too():
     form = LineForm(fields=["text"])
     samples = [replace(COMPLETION, sample_index=index) for index in range(2)]
@@ -195,3 +199,8 @@ def test_a_parquet_output_has_what_is_kept_and_one_of_an_earlier_version_is_read
     pq.write_table(earlier, tmp_path / "earlier.parquet")
     with (tmp_path / "earlier.parquet").open("rb") as old:
         assert [json.loads(record) for record in read_records(old)] == [plain]
+
+
+def test_records_have_the_columns_of_a_table():
+    assert {*_schema().names} - {*RECORD_FIELDS} == {"line", "custom_id", "samples", KEPT, "error", "made_by"}
+    assert {*RECORD_FIELDS} <= {*_schema().names}

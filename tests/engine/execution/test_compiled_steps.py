@@ -201,59 +201,57 @@ def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_do
     assert capsys.readouterr().err == ""
 
 
+PROGRAM = """
+import os, threading, time
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.step_shapes import plan_buckets
+buckets = plan_buckets(EngineConfig())
+"""
+
+
+def output_of(program):
+    """What a program prints that ends with status 0."""
+    command = [sys.executable, "-c", PROGRAM + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+
+
 def test_the_end_of_a_program_waits_for_no_step_that_has_not_begun():
     program = (
-        "import os, time; os.cpu_count = lambda: 2; "
-        "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
-        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "os.cpu_count = lambda: 2; "
         "steps = CompiledSteps(buckets, lambda bucket: (print(bucket.name, flush=True), time.sleep(1))); "
         "steps.wait_for_enough(); steps._demand(buckets)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
-
-    assert len(result.stdout.splitlines()) <= 2
+    assert len(output_of(program).splitlines()) <= 2
 
 
 @pytest.mark.parametrize("is_daemon", [False, True])
 def test_a_program_ends_well_while_a_step_is_compiled_for_a_thread(is_daemon):
     program = (
-        "import threading, time; from jaxinfer.config import EngineConfig; "
-        "from jaxinfer.engine.execution.step_shapes import plan_buckets; "
-        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
         "begun = threading.Event(); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or begun.set() or time.sleep(1)); "
         "steps.wait_for_enough(); "
         f"threading.Thread(target=steps._demand, args=(buckets,), daemon={is_daemon}).start(); begun.wait()"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=600, check=True)
+    output_of(program)  # fails for another status than 0
 
 
 def test_threads_go_on_with_better_steps_after_the_end_of_the_main_thread():
     program = (
-        "import threading, time; from jaxinfer.config import EngineConfig; "
-        "from jaxinfer.engine.execution.step_shapes import plan_buckets; "
-        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket.name); "
         "serve = lambda: (time.sleep(0.5), steps._demand(buckets[:1]), time.sleep(0.5), print(steps.of(buckets[0]))); "
         "threading.Thread(target=serve).start()"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
-
-    assert result.stdout == "decode 1\n"
+    assert output_of(program) == "decode 1\n"
 
 
 def test_a_thread_that_waits_has_all_steps_after_the_end_of_the_main_thread():
     program = (
-        "import threading, time; "
-        "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
-        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
         "steps = CompiledSteps(buckets, lambda bucket: time.sleep(0.1)); "
         "wait = lambda: (time.sleep(0.5), steps.wait(), print(len(steps.compiled) == len(buckets))); "
         "threading.Thread(target=wait).start()"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
-
-    assert result.stdout == "True\n"
+    assert output_of(program) == "True\n"
 
 
 def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
