@@ -102,11 +102,11 @@ class LineForm:
 
     def content_of(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the prompt or the messages of a line; ValueError if it has its own too, or lacks a key."""
-        content = {name: line[name] for name in ("prompt", "messages") if name in line}
+        content: dict[str, Any] = {name: line[name] for name in ("prompt", "messages") if name in line}
         if self.prompt is not None:
             if content:
                 raise ValueError("the line has a prompt, and so has the job; give one")
-            content = {"prompt": self.prompt.format_map({name: _filling(name, line) for name in self.columns})}
+            content["prompt"] = self.prompt.format_map({name: _filling(name, line) for name in self.columns})
         if self.system is None:
             return content
         if "messages" not in content and isinstance(content.get("prompt"), str):
