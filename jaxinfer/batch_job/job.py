@@ -363,9 +363,12 @@ class _SteppedEngine:
 
     def outputs(self) -> Iterator[Delta]:
         with self._llm.engine() as engine:
-            is_idle = engine.advance() is None
+            advance = engine.advance()
+            is_idle = advance is None
             if is_idle:
                 engine.wait_for_check()
+            elif (on_step := self._llm.on_step) is not None:
+                on_step(advance.step, advance.seconds)
             if is_idle and not self._deltas:
                 raise RuntimeError("the engine is idle but has not finished the requests of the job")
             error = engine.take_error()

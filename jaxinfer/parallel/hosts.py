@@ -297,11 +297,14 @@ class Hosts:
         """Prints one line and ends this process at once: its devices may wait for others without end."""
         with self._lock:
             self._say(f"{reason}; {self._name(self.index)} ends with it")
-            if self._status == ALIVE:
+            was_alive = self._status == ALIVE
+            if was_alive:
                 self._status, self._error = ENDED, reason
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._publish(-1)
-            os._exit(EXIT_FAILED)
+        # Without the lock: the store answers in the thread that may be aborting, and that waits for it to explain so.
+        if was_alive:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._publish(-1)
+        os._exit(EXIT_FAILED)
 
     def _say(self, line: str) -> None:
         for stream in (sys.stdout, sys.stderr):

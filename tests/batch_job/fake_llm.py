@@ -97,6 +97,7 @@ class FakeLLM:
 
     default_sampling_params = SamplingParams()
     model_names = ("m",)
+    on_step = None
 
     @property
     def has_unfinished(self) -> bool:

@@ -174,6 +174,30 @@ def test_sigterm_at_any_process_ends_the_first_and_the_others_with_it(tmp_path):
     assert "process 0 of 2" in own_lines(error)[-1]
 
 
+ABORTED_WHILE_IT_ENDS = """
+import ctypes, os, threading
+from jaxinfer.parallel.hosts import Hosts
+
+class Client:  # JAX's, which aborts in the thread that would answer
+    def key_value_set(self, *_, **__):
+        aborting = threading.Thread(target=ctypes.CDLL(None).abort)
+        aborting.start()
+        aborting.join()
+
+hosts = Hosts()
+hosts._client = Client()
+hosts._explain_aborts()
+hosts._end("process 0 of 2 has ended")
+"""
+
+
+def test_a_process_that_is_aborted_while_it_ends_does_not_hang():
+    ended = subprocess.run([sys.executable, "-c", ABORTED_WHILE_IT_ENDS], cwd=ROOT, capture_output=True, timeout=60)
+
+    assert ended.returncode == -signal.SIGABRT
+    assert own_lines(ended.stderr.decode()) == ["jaxinfer: process 0 of 2 has ended; process 0 of 1 ends with it"]
+
+
 def test_a_process_with_another_configuration_is_refused_by_name(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
     options = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "2", "--tensor-parallel", "4"]
