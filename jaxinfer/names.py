@@ -85,6 +85,7 @@ ANSWERS: Mapping[str, str] = {
     "enable_expert_parallel": "give parallelism=jaxinfer.config.Parallelism(experts=…), --expert-parallel",
     "pipeline_parallel_size": "layers are not split over devices here; split them with tensor parallelism",
     "gpu_memory_utilization": "set the variable XLA_PYTHON_CLIENT_MEM_FRACTION before JAX starts, 0.92 by default",
+    "revision": "write it behind the id of the model: 'owner/name@revision'",
     "trust_remote_code": "leave it out: no code of a checkpoint is run",
     "enforce_eager": "leave it out: steps are always compiled",
     "tokenizer": "leave it out: the tokenizer is that of the checkpoint",

@@ -25,9 +25,9 @@ MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' ha
 def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
     """Returns the place of a checkpoint: a local directory or GGUF file, or else what a Hub id names, downloaded.
 
-    A Hub id is that of a repository, or of a GGUF file in one, such as "owner/name/model.gguf". A ValueError if it is
-    neither; of a repository only files of these patterns are fetched: safetensors, JSON and tokenizer files unless told
-    otherwise.
+    A Hub id is that of a repository, or of a GGUF file in one, such as "owner/name/model.gguf". After an "@" it may name
+    a revision: a branch, a tag or a commit. A ValueError if it is neither; of a repository only files of these patterns
+    are fetched: safetensors, JSON and tokenizer files unless told otherwise.
     """
     is_path = isinstance(path_or_id, str | Path) and str(path_or_id).isprintable() and bool(str(path_or_id))
     require(is_path, "checkpoint", path_or_id, "a folder, a GGUF file or a Hub id, as text or Path")
@@ -39,8 +39,9 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
             f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in, or a file {SUFFIX}"
         )
     is_local = str(path_or_id).startswith((".", "/", "~"))  # as no id of the Hub is
-    owner, name, file = [*str(path_or_id).split("/", 2), "", ""][:3]
-    if is_gguf(place) and (is_local or not (owner and name and file)):
+    hub_id, _, revision = str(path_or_id).partition("@")
+    owner, name, file = [*hub_id.split("/", 2), "", ""][:3]
+    if is_gguf(Path(hub_id)) and (is_local or not (owner and name and file)):
         raise ValueError(
             f"checkpoint {shown(str(path_or_id))} does not exist; give the path of a GGUF file, or its place on the"
             f" Hugging Face Hub, such as 'owner/name/model{SUFFIX}'"
@@ -54,10 +55,10 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     import huggingface_hub
 
     try:
-        if is_gguf(place):
-            return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file))
+        if is_gguf(Path(hub_id)):
+            return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file, revision=revision or None))
         snapshot = huggingface_hub.snapshot_download(
-            str(path_or_id), allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED
+            hub_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED
         )
     # The Hub's own errors derive from these two; what is wrong (name, access, network) is in their message.
     except (OSError, ValueError) as error:

@@ -163,6 +163,11 @@ class Engine:
         self._hand_out(self._checks.take())
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an output of the model."""
+        return self._admission.eos_token_ids
+
+    @property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
         self.check()

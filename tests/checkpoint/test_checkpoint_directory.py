@@ -194,6 +194,20 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch, path
         resolve_checkpoint(path)
 
 
+def test_a_hub_id_may_name_a_revision(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.update(k, id=a[0]) or str(tmp_path))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *a, **k: asked.update(k, file=a) or str(tmp_path / "model.gguf")
+    )
+    assert resolve_checkpoint("someone/model@refs/pr/3") == tmp_path
+    assert (asked["id"], asked["revision"]) == ("someone/model", "refs/pr/3")
+    resolve_checkpoint("someone/model/q4.gguf@v1")
+    assert (asked["file"], asked["revision"]) == (("someone/model", "q4.gguf"), "v1")
+    resolve_checkpoint("someone/model")
+    assert asked["revision"] is None
+
+
 def test_hub_id_is_downloaded_without_what_is_not_needed(monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.update(k, id=a[0]) or str(tmp_path))

@@ -186,7 +186,8 @@ def test_a_file_that_is_not_there_is_no_hub_id(name):
 def test_a_hub_id_may_name_a_file(files, monkeypatch):
     asked = []
 
-    def download(repository, file):
+    def download(repository, file, revision):
+        assert revision is None
         asked.append((repository, file))
         return str(files[0])
 

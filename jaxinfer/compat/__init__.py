@@ -1,0 +1,1 @@
+"""The interfaces of other engines, for scripts that were written for them."""

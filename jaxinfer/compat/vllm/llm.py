@@ -1,0 +1,324 @@
+"""vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Self
+
+from jaxinfer.checkpoint import open_checkpoint
+from jaxinfer.compat.vllm.engine_args import (
+    DTYPES,
+    MAX_LOG_PROBS,
+    engine_config,
+    model_place,
+    refuse,
+    require_one_of,
+    require_packing,
+    reserve_memory,
+    speculation_of,
+)
+from jaxinfer.compat.vllm.lora.request import LoRARequest
+from jaxinfer.compat.vllm.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    request_output,
+)
+from jaxinfer.compat.vllm.pooling_params import PoolingParams
+from jaxinfer.compat.vllm.sampling_params import SamplingParams
+from jaxinfer.compat.vllm.tokenizers import get_tokenizer
+from jaxinfer.engine import llm as native
+from jaxinfer.engine.request.completion import Completion
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.validation import as_tuple, shown
+
+# Methods of vLLM's LLM that are missing, with the way out.
+MISSING: Mapping[str, str] = MappingProxyType(
+    {
+        "apply_model": "the model is a function of its parameters: see jaxinfer.load_checkpoint and prefill_step",
+        "beam_search": "write llm.native.beam_search(prompt, num_beams=…)",
+        "classify": "models with a head for classes are not read",
+        "collective_rpc": "one process drives all devices; LLM.native.update_params replaces weights",
+        "encode": "write llm.embed(prompts)",
+        "get_metrics": "write llm.native.metrics()",
+        "reset_prefix_cache": "give EngineConfig.prefix_cache=False, or cache_salt to LLM.native.generate",
+        "reward": "models with a head for rewards are not read",
+        "score": "embed both texts by llm.embed and multiply the vectors; cross-encoders are not read",
+        "sleep": "write llm.close() and make a new LLM, whose compiled steps are on disk",
+        "start_profile": "write `with llm.native.timeline() as timeline:`",
+        "stop_profile": "write `with llm.native.timeline() as timeline:`",
+        "wake_up": "write llm.close() and make a new LLM, whose compiled steps are on disk",
+    }
+)
+
+
+@dataclass
+class _Job:
+    """One prompt of a call, as the engine takes it."""
+
+    prompt: Any
+    params: SamplingParams
+    lora: LoRARequest | None
+    request_id: str = ""
+    completions: list[Completion] = field(default_factory=list)
+
+
+class LLM:
+    """vLLM's `LLM`: a model, text in, text out. Its parameters and methods are those of vLLM.
+
+    Raises TypeError or ValueError for what cannot be honoured, with the way out.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | None = None,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int | None = 0,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_dtype: str = "auto",
+        max_logprobs: int = MAX_LOG_PROBS,
+        enable_lora: bool = False,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        speculative_config: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        """Loads a model; None takes the small one of the package.
+
+        `seed` is that of the engine: requests without a seed of their own get one from it, and from their number.
+        """
+        place = model_place(model, revision, tokenizer, tokenizer_revision)
+        if quantization is not None:
+            require_packing(place, quantization)
+        if gpu_memory_utilization is not None:
+            reserve_memory(gpu_memory_utilization)
+        speculation, num_drafts = speculation_of(speculative_config)
+        self.native = native.LLM(
+            place,
+            config=engine_config(
+                tensor_parallel_size=tensor_parallel_size,
+                data_parallel_size=data_parallel_size,
+                kv_cache_dtype=kv_cache_dtype,
+                max_logprobs=max_logprobs,
+                max_adapters=max_loras if enable_lora else 0,
+                max_lora_rank=max_lora_rank,
+                num_speculative_tokens=num_drafts,
+                others=others,
+            ),
+            dtype=DTYPES.get(dtype, dtype),
+            speculation=speculation,
+        )
+        self._place, self._seed = place, seed
+        with self.native.engine() as engine:
+            self._eos_token_ids = engine.eos_token_ids
+        self._numbers = itertools.count()  # of requests
+        self._adapters: dict[str, str] = {}  # the paths of the loaded ones by name, in the order of their loading
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in MISSING:
+            raise AttributeError(f"this LLM has no {name}: {MISSING[name]}")
+        raise AttributeError(f"this LLM has no {name}; that of the package is LLM.native")
+
+    def close(self) -> None:
+        """Frees the memory of the model."""
+        self.native.close()
+
+    @property
+    def llm_engine(self) -> SimpleNamespace:
+        """The facts of vLLM's engine that scripts read: `model_config.max_model_len` and `model_config.model`."""
+        name, longest = self.native.model_names[-1], self.native.engine_config.max_model_len
+        return SimpleNamespace(model_config=SimpleNamespace(model=name, max_model_len=longest))
+
+    def get_tokenizer(self) -> Any:
+        """Returns the tokenizer of `transformers`, as vLLM does; that of this package is `LLM.native.tokenizer`."""
+        if self._place is None:
+            raise ValueError("the model of the package has no tokenizer of transformers; use LLM.native.tokenizer")
+        return get_tokenizer(open_checkpoint(self._place).path)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters that the checkpoint's generation_config.json recommends."""
+        defaults = self.native.default_sampling_params
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return SamplingParams(**{name: getattr(defaults, name) for name in names})
+
+    def generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        prompt_token_ids: Any = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Completes prompts: text, token ids, mappings with either, or several of these; one output for each.
+
+        `sampling_params` and `lora_request` are one for all prompts, or a list. `prompt_token_ids` is the older way to
+        give token ids.
+        """
+        refuse("generate", others)
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise ValueError("prompts and prompt_token_ids are both given; leave one out")
+            prompts = prompt_token_ids
+        items = _as_prompts(prompts)
+        params = _for_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(items))
+        jobs = [
+            _Job(*each) for each in zip(items, params, _for_each("lora_request", lora_request, len(items)), strict=True)
+        ]
+        self._run(jobs, use_tqdm)
+        return [
+            request_output(
+                job.request_id,
+                job.prompt,
+                job.params,
+                job.lora,
+                job.completions,
+                tokenizer=self.native.tokenizer,
+                eos_token_ids=self._eos_token_ids,
+            )
+            for job in jobs
+        ]
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> list[RequestOutput]:
+        """Completes one conversation or several, rendered by the chat template, as `generate` does their texts."""
+        refuse("chat", others)
+        require_one_of("chat_template_content_format", chat_template_content_format, ("auto", "string", "openai"))
+        tokenizer = self._tokenizer("chat")
+        conversations = as_tuple("messages", messages, "a list of messages, or several of these")
+        if all(isinstance(item, Mapping) for item in conversations):
+            conversations = (conversations,)
+        texts = [
+            tokenizer.render_chat(
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs or {},
+            )
+            for conversation in conversations
+        ]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(ids, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of each prompt: the state of its last token, scaled to length 1 unless told otherwise."""
+        refuse("embed", others)
+        items = _as_prompts(prompts)
+        normalize = pooling_params is None or pooling_params.normalize
+        vectors = self.native.embed(items, normalize=normalize, show_progress=bool(use_tqdm))
+        return [
+            EmbeddingRequestOutput(
+                str(next(self._numbers)), EmbeddingOutput(vector.tolist()), list(self._ids_of(prompt))
+            )
+            for prompt, vector in zip(items, vectors, strict=True)
+        ]
+
+    def _run(self, jobs: Sequence[_Job], use_tqdm: bool | Callable[..., Any]) -> None:
+        """Gives each job its completions. The jobs of each adapter run together."""
+        tokenizer = self.native.tokenizer
+        by_adapter: dict[tuple[str, str] | None, list[_Job]] = {}
+        for job in jobs:
+            by_adapter.setdefault(job.lora and (job.lora.lora_name, str(job.lora.lora_path)), []).append(job)
+        for adapter, own in by_adapter.items():
+            if adapter is not None:
+                self._load(*adapter)
+            params = []
+            for job in own:
+                number = next(self._numbers)
+                job.request_id = str(number)
+                params.append(job.params.native(tokenizer, self._seed_of(number)))
+            completions = iter(
+                self.native.generate(
+                    [job.prompt for job in own], params, show_progress=bool(use_tqdm), adapter=adapter and adapter[0]
+                )
+            )
+            for job, sampling in zip(own, params, strict=True):
+                job.completions = list(itertools.islice(completions, sampling.n))
+
+    def _load(self, name: str, path: str) -> None:
+        """Loads an adapter unless it is loaded; if there is no slot, in place of the one that was loaded first."""
+        slots = self.native.engine_config.max_adapters
+        if not slots:
+            raise ValueError(f"adapter {shown(name)} needs an LLM with enable_lora=True")
+        if self._adapters.get(name) == path:
+            return
+        if name in self._adapters or len(self._adapters) == slots:
+            replaced = name if name in self._adapters else next(iter(self._adapters))
+            self.native.unload_adapter(replaced)
+            del self._adapters[replaced]
+        self.native.load_adapter(name, path)
+        self._adapters[name] = path
+
+    def _seed_of(self, number: int) -> int | None:
+        """Returns the seed of a request by its number, None to let the engine choose one."""
+        if self._seed is None:
+            return None
+        return int.from_bytes(blake2b(f"{self._seed} {number}".encode(), digest_size=8).digest())
+
+    def _tokenizer(self, place: str) -> Tokenizer:
+        if self.native.tokenizer is None:
+            raise ValueError(f"{place} needs a tokenizer, which the checkpoint has not; give token ids to generate")
+        return self.native.tokenizer
+
+    def _ids_of(self, prompt: Any) -> Sequence[int]:
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        return self._tokenizer("text").encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """Returns one prompt or several as a list."""
+    is_one = isinstance(prompts, str | Mapping) or (
+        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    )
+    return [prompts] if is_one else list(as_tuple("prompts", prompts, "text, token ids, or several of these"))
+
+
+def _for_each(name: str, given: Any, count: int) -> list[Any]:
+    """Returns one for each prompt."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{name} has {len(given)} items for {count} prompts; give one for each, or one for all")
+    return list(given)

@@ -1,0 +1,1 @@
+"""Adapters, where vLLM has them."""
