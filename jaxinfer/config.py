@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxinfer.names import explains_names, refuse
 from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
@@ -37,6 +37,7 @@ PLANNED_FIELDS = (
     *("page_size", "memory_bytes", "cache_dtype", "quantization"),
 )
 MAX_DEVICES = 2**16  # of a mesh axis
+AUTO: Literal["auto"] = "auto"
 
 
 @explains_names
@@ -80,7 +81,8 @@ class Parallelism:
 
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
     experts of a mixture, and all devices together what is no expert, as far as they divide it. Each replica computes
-    requests of its own, from one queue.
+    requests of its own, from one queue. replicas="auto" takes as many as this process has devices for; without
+    `tensor` and `experts`, each has the fewest devices that hold the model.
 
     The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
     which only decode. 0: every replica does both.
@@ -88,15 +90,16 @@ class Parallelism:
 
     tensor: int = 1
     experts: int = 1
-    replicas: int = 1
+    replicas: int | Literal["auto"] = 1
     prefill: int = 0
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
         for name in ("tensor", "experts", "replicas"):
-            require_int(name, getattr(self, name), 1, MAX_DEVICES)
+            if name != "replicas" or self.replicas != AUTO:
+                require_int(name, getattr(self, name), 1, MAX_DEVICES)
         require_int("prefill", self.prefill, 0)
-        if self.prefill >= self.replicas:
+        if self.replicas != AUTO and self.prefill >= self.replicas:
             raise ValueError(
                 f"prefill={self.prefill} of replicas={self.replicas} leaves no replica to decode; prefill with fewer,"
                 " or raise replicas"
@@ -105,6 +108,13 @@ class Parallelism:
     @property
     def devices_per_replica(self) -> int:
         return self.tensor * self.experts
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas; ValueError for "auto", which an engine replaces by a number."""
+        if self.replicas == AUTO:
+            raise ValueError(f"replicas={AUTO!r} depends on the devices of an engine; give a number here")
+        return self.replicas
 
 
 @explains_names
@@ -276,7 +286,7 @@ class EngineConfig:
     @property
     def num_replicas(self) -> int:
         """The copies of the model, each with the limits of this configuration on rows, steps and memory."""
-        return 1 if self.parallelism is None else self.parallelism.replicas
+        return 1 if self.parallelism is None else self.parallelism.num_replicas
 
     @property
     def num_prefill_replicas(self) -> int:

@@ -1,15 +1,16 @@
-"""Turns the fields of a configuration into options of the command line, with help texts and parsers."""
+"""Turns the fields of a configuration into options of the command line, with help texts, examples and parsers."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import re
+import textwrap
 from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from jaxinfer.config import Parallelism
+from jaxinfer.config import AUTO, Parallelism
 
 # Help texts of the fields, by theme. Logits processors are functions, so they have no option.
 HELP = {
@@ -60,7 +61,8 @@ HELP = {
     "requests and steps": {
         "tensor": "devices that split each layer's heads and hidden units, and the vocabulary",
         "experts": "groups of devices that split the experts of a mixture",
-        "replicas": "copies of the model, each on devices of its own, with one queue",
+        "replicas": "copies of the model, each on devices of its own, with one queue; auto: as many as there are"
+        " devices for",
         "prefill": "first copies of the model that only prefill, for the others, which then only decode",
         "attention": "reference: attention in plain JAX, slow on a GPU or TPU, for what their kernels refuse",
         "max_model_len": "most tokens of prompt and output together",
@@ -102,6 +104,72 @@ HELP = {
     },
 }
 
+EXAMPLES_TITLE = "examples:"
+# At the end of the help of each command: pairs of a line, and what it does.
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "generate": (
+        ('jaxinfer generate "def add(" --temperature 0', "by the bundled model"),
+        ('jaxinfer generate "The capital of France is" -m Qwen/Qwen3-0.6B --max-tokens 32', "by one of the Hub"),
+        ("git diff | jaxinfer generate -m ./my-model --quiet > summary.txt", "prompt from standard input"),
+    ),
+    "chat": (
+        ("jaxinfer chat Qwen/Qwen3-0.6B", "a conversation, line by line"),
+        ('jaxinfer chat ./my-model --system "Answer briefly." --temperature 0.7', "a folder, with a system prompt"),
+        ("jaxinfer chat ./qwen3-8b-q8_0.gguf --load talk.json", "a GGUF file; goes on with what /save wrote"),
+    ),
+    "batch": (
+        ("jaxinfer batch prompts.jsonl answers.jsonl -m Qwen/Qwen3-0.6B", "run it again to go on after a crash"),
+        (
+            'jaxinfer batch questions.parquet answers.parquet --prompt "{question}" --max-tokens 256 --fields text',
+            "a column as the prompt",
+        ),
+        ("jaxinfer batch prompts.jsonl answers.jsonl --shard 1/8", "the first of eight hosts; then --merge"),
+    ),
+    "serve": (
+        ("jaxinfer serve Qwen/Qwen3-0.6B", "OpenAI's API and a page at http://127.0.0.1:8000/"),
+        ("jaxinfer serve ./my-model --host 0.0.0.0 --port 8000 --keys keys.jsonl", "to a network, with keys"),
+        ("jaxinfer serve meta-llama/Llama-3.3-70B-Instruct --tensor-parallel 8", "over eight devices"),
+    ),
+    "warm-up": (
+        ("jaxinfer warm-up Qwen/Qwen3-0.6B", "all steps, for the default limits"),
+        ("jaxinfer warm-up ./my-model --max-model-len 8192 --max-num-seqs 32", "for a start with these options"),
+    ),
+    "plan": (
+        ("jaxinfer plan Qwen3-8B --device v6e-1", "a built-in shape on one TPU"),
+        ("jaxinfer plan Llama-3-70B --device H100x4 --context 4096", "with 4,096 tokens in each request"),
+        ("jaxinfer plan ./my-model --device L4 --quantization int8", "your own config.json, rounded"),
+    ),
+    "quantize": (
+        ("jaxinfer quantize Qwen/Qwen3-0.6B qwen3-int4", "rounded, in a minute or so"),
+        (
+            "jaxinfer quantize ./my-model my-model-int4 --method gptq --calibration texts.jsonl",
+            "calibrated on texts",
+        ),
+    ),
+    "doctor": (
+        ("jaxinfer doctor", "the machine, with the bundled model"),
+        ("jaxinfer doctor ./my-model --cache-dtype fp8", "the kernels of a model, with another cache"),
+        ("jaxinfer doctor --quiet", "the verdict alone"),
+    ),
+    "models": (
+        ("jaxinfer models", "the families, with published models"),
+        ("jaxinfer models Qwen/Qwen3-8B", "yes or no, without its weights"),
+        ("jaxinfer models ./model-q4_k_m.gguf", "of a file"),
+    ),
+    "bench": (
+        ("jaxinfer bench Qwen/Qwen3-0.6B --num-requests 64 --rate 4", "four requests a second"),
+        ("jaxinfer bench --num-requests 8 --input-len 64 --output-len 64", "a quick look, bundled model"),
+    ),
+    "replay": (
+        ("jaxinfer replay trace.jsonl -m ./my-model", "a recorded load on the engine"),
+        ("jaxinfer replay trace.jsonl --save-step-times times.json", "what simulate predicts from"),
+    ),
+    "simulate": (
+        ("jaxinfer simulate trace.jsonl --step-times times.json", "without a device"),
+        ("jaxinfer simulate trace.jsonl --step-times times.json --max-num-seqs 16", "with another limit"),
+    ),
+}
+
 
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition(":")
@@ -110,6 +178,10 @@ def _bias(text: str) -> tuple[int, float]:
 
 def _word(text: str) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in text.split(","))
+
+
+def _count(text: str) -> int | str:
+    return text if text == AUTO else int(text)
 
 
 # Fields whose own fields are options: the type, and the option of each field.
@@ -176,6 +248,8 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     else:
         kind = next(iter(get_args(hint)), hint)  # the first type in int | None is the type of a value
         of_kind = (read_size, SIZE) if field.name.endswith("_bytes") else (kind, kind.__name__.upper())
+        if any(AUTO in get_args(part) for part in get_args(hint)):
+            of_kind = (_count, f"INT or {AUTO}")
         read, metavar = REPEATED.get(field.name, of_kind)
         options["type"], options["metavar"] = reader(read, metavar), metavar
         if field.name in REPEATED:
@@ -255,3 +329,33 @@ def from_arguments(config: type, arguments: argparse.Namespace, defaults: Any = 
         if own and name in names:
             given[name] = kind(**own)
     return config(**given) if defaults is None else dataclasses.replace(defaults, **given)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps each paragraph by itself, and leaves the examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        def filled(paragraph: str) -> str:
+            return paragraph if paragraph.startswith(EXAMPLES_TITLE) else textwrap.fill(paragraph, width)
+
+        return textwrap.indent("\n\n".join(map(filled, text.split("\n\n"))), indent)
+
+
+def add_examples(command: argparse.ArgumentParser) -> None:
+    """Ends the help of a command with its examples, and has its usage name the arguments that have no name."""
+    name = command.prog.split()[-1]
+    lines = [f"  {line}\n      {what}" for line, what in EXAMPLES[name]]
+    own = [command.epilog] if command.epilog else []
+    command.epilog = "\n\n".join((*own, "\n".join((EXAMPLES_TITLE, *lines))))
+    command.usage = " ".join((command.prog, "[options]", *_required(command)))
+
+
+def _required(command: argparse.ArgumentParser) -> list[str]:
+    """Returns the options that a command needs, and its arguments without a name, as the usage writes them."""
+    options = [action for action in command._actions if action.option_strings and action.required]
+    arguments = [action for action in command._actions if not action.option_strings]
+    words = [f"{action.option_strings[-1]} {action.metavar}" for action in options]
+    for action in arguments:
+        name = str(action.metavar or action.dest)
+        words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
+    return words

@@ -20,7 +20,7 @@ from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.device import idle_accelerators
 from jaxinfer.display.progress import write_line
-from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
+from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, chosen_parallelism, describe_limits, fit_limits
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
@@ -93,10 +93,8 @@ def build_engine(
         logger.warning(FUSED_PRODUCTS)
     for line in idle_accelerators():
         logger.warning(line)
-    if config.parallelism is None and devices is None:
-        config = replace(
-            config, parallelism=fewest_devices(checkpoint, config, dtype, speculates=speculation is not None)
-        )
+    speculates = speculation is not None
+    config = replace(config, parallelism=chosen_parallelism(checkpoint, config, dtype, devices, speculates=speculates))
     placements = Placement.of_replicas(checkpoint.config, config.parallelism, devices)
     if len(placements) > 1 and speculation is not None:
         raise ValueError(

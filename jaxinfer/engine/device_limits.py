@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 
 from jaxinfer.checkpoint import Checkpoint
-from jaxinfer.config import EngineConfig, Parallelism
+from jaxinfer.config import AUTO, EngineConfig, Parallelism
 from jaxinfer.device import free_bytes
 from jaxinfer.engine.execution.memory_plan import (
     bytes_of_bounded,
@@ -60,7 +62,8 @@ def fewest_devices(checkpoint: Checkpoint, config: EngineConfig, dtype: str, *, 
 
     They hold it if, beside parameters and steps, each has room for the pages of a request of TOKENS_PER_ROW tokens. If
     one device holds it, if none do, if devices report no limit, like CPUs, or if there are other processes, it is None.
-    The devices that stay idle are logged, and the reason if none hold it. A drafter does not count.
+    The devices that stay idle are logged unless replicas take them, and the reason if none hold it. A drafter does not
+    count.
     """
     if jax.process_count() > 1 or jax.local_device_count() == 1 or free_bytes(jax.local_devices()) is None:
         return None
@@ -69,12 +72,40 @@ def fewest_devices(checkpoint: Checkpoint, config: EngineConfig, dtype: str, *, 
     for split in splits:
         refusal = find_refusal(split)
         if refusal is None:
-            # The last ones have most devices; of one number the first has the fewest groups of experts.
-            wider = sorted(splits[splits.index(split) :], key=lambda other: -other.devices_per_replica)
-            name_idle_devices(split, next(other for other in wider if other == split or find_refusal(other) is None))
+            if config.parallelism is None:
+                # The last ones have most devices; of one number the first has the fewest groups of experts.
+                wider = sorted(splits[splits.index(split) :], key=lambda other: -other.devices_per_replica)
+                best = next(other for other in wider if other == split or find_refusal(other) is None)
+                name_idle_devices(split, best)
             return None if split == Parallelism() else split
     logger.warning("no split over the devices of this process holds the model; of %s: %s", splits[-1], refusal)
     return None
+
+
+def chosen_parallelism(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: str,
+    devices: Sequence[Any] | None,
+    *,
+    speculates: bool,
+) -> Parallelism | None:
+    """Returns the parallelism of an engine: of None the fewest devices, and of replicas="auto" all of them.
+
+    `devices` are those that the user has given, None for all of this process.
+    """
+    given = config.parallelism
+    if given is not None and given.replicas != AUTO:
+        return given
+    split = given
+    if devices is None and (given is None or given.devices_per_replica == 1):
+        split = fewest_devices(checkpoint, config, dtype, speculates=speculates)
+    if given is None:
+        return split
+    split = Parallelism() if split is None else split
+    num_devices = jax.local_device_count() if devices is None else len(devices)
+    replicas = max(num_devices // split.devices_per_replica, 1)
+    return replace(split, replicas=replicas, prefill=given.prefill)
 
 
 def _refusal(

@@ -84,10 +84,10 @@ class Placement:
     ) -> list[Placement]:
         """Returns the placement of each replica of a model, one after another on the devices; raises as `of` does."""
         parallelism = Parallelism() if parallelism is None else parallelism
-        if parallelism.replicas == 1:
+        if parallelism.num_replicas == 1:
             return [cls.of(config, parallelism, devices)]
         each = parallelism.devices_per_replica
-        count = each * parallelism.replicas
+        count = each * parallelism.num_replicas
         chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
         if not are_own(chosen):
             raise ValueError(

@@ -208,7 +208,7 @@ def load_simulated_engine(
     params, model_config = checkpoint.abstract(dtype, quantization=engine_config.quantization)
     model_config = model_config.for_length(engine_config.max_model_len)
     engine_config = fit_limits(engine_config, model_config, params, dtype, speculates=False)
-    placements = [DEFAULT_DEVICE] * parallelism.replicas
+    placements = [DEFAULT_DEVICE] * parallelism.num_replicas
     options: dict[str, Any] = {"tokenizer": None, "placements": placements, "clock": clock}
     admission, scheduler = plan_host(checkpoint, model_config, engine_config, dtype, **options)
     devices = [SimulatedDevice(engine_config, clock, step_times) for _ in placements]

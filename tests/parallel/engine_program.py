@@ -545,6 +545,14 @@ def fewest_devices(checkpoint: str) -> dict[str, Any]:
             "planned": warm_up.ready().memory.total_bytes,
             "compiled": max(need.argument_size_in_bytes + need.temp_size_in_bytes for need in needs),
         }
+    for name, num_bytes_of_device, given in (
+        ("all", 40_000_000, Parallelism(replicas="auto")),
+        ("of two", 12_000_000, Parallelism(replicas="auto", prefill=1)),
+    ):
+        with devices_of(num_bytes_of_device):
+            llm = engine(checkpoint, given)
+        tokens = [completion.token_ids for completion in run(llm, [0, 1, 2])]
+        results[name] = {"parallelism": repr(llm.engine_config.parallelism), "lines": list(lines), "tokens": tokens}
     return results
 
 

@@ -253,6 +253,12 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
     assert "leaves cpu:1, cpu:2, cpu:3 idle" in one["lines"][0]
     for engine in (two, one):
         assert engine["planned"] == pytest.approx(engine["compiled"], rel=0.02)
+    for name, split in {
+        "all": "1, experts=1, replicas=4, prefill=0",
+        "of two": "2, experts=1, replicas=2, prefill=1",
+    }.items():
+        taken = results[name]
+        assert taken == {"parallelism": f"Parallelism(tensor={split})", "lines": [], "tokens": results["tokens"]}
     (line,) = results["too few"]
     assert "no split over the devices of this process holds the model" in line
     assert "of 2.0 MB" in line
