@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 MAX_SPANS = 1000  # of one plot; an output cell of more makes a browser slow
 MAX_TOKENS = 10_000  # of one view of tokens, for the same reason
-WIDTH, LANE, LABEL = 800, 16, 90  # pixels of a plot: its spans, the height of a lane, the names of the lanes
+# Pixels of a plot: its spans, the height of a lane, the names of the lanes, and the half of a time beyond the spans.
+WIDTH, LANE, LABEL, MARGIN = 800, 16, 90, 30
+MAX_TICKS = 8  # of a time axis
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}  # of its times
 # Colours that both a white and a black page show. Text keeps the notebook's own colour.
 COLORS = ("#4c8bf5", "#e8892b", "#3aa757", "#d9463e", "#8e7cc3")
 
@@ -67,15 +70,23 @@ def bar(parts: Mapping[str, int], limit: int | None) -> str:
 
 
 def lanes(spans: Iterable[Span], kinds: Sequence[str]) -> str:
-    """Returns an SVG with a lane of coloured spans per name, the last MAX_SPANS of them; a title describes each."""
+    """Returns an SVG with a lane of coloured spans per name, the last MAX_SPANS of them, and a time axis below.
+
+    A title describes each span. A column that is narrower than the plot scales it.
+    """
     kept = list(spans)[-MAX_SPANS:]
     rows = {name: LANE * i for i, name in enumerate(dict.fromkeys(span.lane for span in kept))}
-    start = min((span.began for span in kept), default=0.0)
-    scale = WIDTH / max(max((span.ended for span in kept), default=0.0) - start, 1e-9)
+    start, end = min((span.began for span in kept), default=0.0), max((span.ended for span in kept), default=0.0)
+    scale = WIDTH / max(end - start, 1e-9)
     colors = dict(zip(kinds, _colors(kinds), strict=True))
     parts = []
+    bottom = LANE * len(rows)
+    for moment, label in _ticks(start, end):
+        x = LABEL + scale * (moment - start)
+        parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{bottom + 3}" stroke="#888" stroke-opacity="0.5"/>')
+        parts.append(_text(x, bottom + 14, label, "middle"))
     for name, y in rows.items():
-        parts.append(f'<text x="0" y="{y + 12}" font-size="11" fill="currentColor">{escape(name)}</text>')
+        parts.append(_text(0, y + 12, name))
     for span in kept:
         x, width = LABEL + scale * (span.began - start), max(scale * (span.ended - span.began), 0.5)
         seconds = f"{span.began:.4f} s to {span.ended:.4f} s"
@@ -84,8 +95,27 @@ def lanes(spans: Iterable[Span], kinds: Sequence[str]) -> str:
             f' fill="{colors[span.kind]}"><title>{escape(f"{span.lane}: {span.kind}, {seconds}")}</title></rect>'
         )
     legend = " &nbsp; ".join(f"{_mark(color)}{escape(kind)}" for kind, color in colors.items())
-    size = f'width="{LABEL + WIDTH}" height="{LANE * len(rows)}"'
+    width, height = LABEL + WIDTH + MARGIN, LANE * (len(rows) + 1)
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" style="max-width:100%;height:auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg><div>{legend}</div>'
+
+
+def _ticks(start: float, end: float) -> list[tuple[float, str]]:
+    """Returns at most MAX_TICKS round times from `start` to `end`, in seconds and as labels with a unit."""
+    if end <= start:
+        return []
+    shortest = (end - start) / (MAX_TICKS - 1)
+    power = 10.0 ** math.floor(math.log10(shortest))
+    step = power * next((digit for digit in (1, 2, 5) if power * digit >= shortest), 10)
+    unit = next((name for name, seconds in UNITS.items() if step >= seconds / 10), "µs")
+    num_decimals = max(0, -math.floor(math.log10(step / UNITS[unit]) + 1e-9))  # log10 of a power may be a bit too small
+    moments = [index * step for index in range(math.ceil(start / step), math.floor(end / step) + 1)]
+    return [(moment, f"{moment / UNITS[unit]:.{num_decimals}f} {unit}") for moment in moments]
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    place = f'x="{x:.2f}" y="{y}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="11" fill="currentColor">{escape(text)}</text>'
 
 
 def _token(text: str, log_prob: float, alternatives: Sequence[tuple[str, float]]) -> str:

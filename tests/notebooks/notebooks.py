@@ -24,15 +24,21 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 class Executed:
-    """A notebook after its last cell, with the values of some Python expressions in its kernel."""
+    """A notebook after its last cell, with the values of some Python expressions in its kernel.
 
-    def __init__(self, path: Path, folder: Path, expressions: dict[str, str]) -> None:
+    The notebook runs in `folder`, by another `python` if one is given; else with the package of the clone.
+    """
+
+    def __init__(self, path: Path, folder: Path, expressions: dict[str, str], python: Path | None = None) -> None:
         self._notebook = read(path)
         self._notebook.cells.append(nbformat.v4.new_code_cell(_print_as_json(expressions)))
         client = nbclient.NotebookClient(self._notebook, timeout=SECONDS, kernel_name="python3")
-        # The package is found from any folder, and what the notebook writes is gone with the folder of the test.
-        paths = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-        client.execute(cwd=str(folder), env=os.environ | paths)
+        # What the notebook writes is gone with the folder of the test.
+        variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        if python is not None:
+            client.create_kernel_manager().kernel_spec.argv[0] = str(python)  # pyright: ignore[reportOptionalMemberAccess]
+            variables |= {"PYTHONPATH": "", "PIP_NO_INDEX": "1"}
+        client.execute(cwd=str(folder), env=os.environ | variables)
         self._values: dict[str, Any] = json.loads(self.text().splitlines()[-1])
 
     def __getitem__(self, name: str) -> Any:

@@ -1,9 +1,18 @@
-"""Each notebook runs from its first cell to its last, and its results hold against independent ones."""
+"""Each notebook runs from its first cell to its last, and its results hold against independent ones.
+
+Two of them run outside the clone, beside a wheel that their first cell installs; the other ones run in the clone.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +22,13 @@ import pytest
 import scipy.special
 
 from jaxinfer.engine.engine import BUNDLED_MODEL
-from tests.notebooks.notebooks import NOTEBOOKS, Executed
+from tests.notebooks.notebooks import NOTEBOOKS, ROOT, Executed
 from tests.oracles import load_reference, reference_logits
+from tests.test_packaging import PACKAGES, builds
 
 # Log-probabilities of `transformers` in float32 differ by the order of its sums.
 TOLERANCE = 1e-3
+OUTSIDE = ("1_first_steps", "2_what_the_engine_knows")  # the quickest; they run from a wheel
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +40,36 @@ def reference():
         return scipy.special.log_softmax(reference_logits(model, token_ids)[:-1], axis=-1)
 
     return log_probs
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Returns the wheel that the command of docs/notebooks.md builds."""
+    source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):  # building writes beside them
+        (source / name).symlink_to(ROOT / name)
+    offline = ["--no-index", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *offline, "."], cwd=source, check=True
+    )
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture
+def python_without_jaxinfer(tmp_path):
+    """Returns the Python of a new environment with all packages of this one but jaxinfer."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in map(Path, {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}):
+        for package in path.iterdir():
+            if not re.match(r"jaxinfer|kernels_pallas|__editable__|.*\.pth$", package.name):
+                (packages / package.name).symlink_to(package)
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    (site_packages / "packages.pth").write_text(f"{packages}\n")
+    return environment / "bin" / "python"
 
 
 def most_probable(log_probs: np.ndarray, num_tokens: int) -> list[int]:
@@ -53,6 +94,8 @@ def check_first_steps(values: Executed, reference: Any) -> None:
     plan, metrics = values.shown("text/html")
     assert "executables ready" in plan
     assert "num_output_tokens" in metrics
+    # 4.02 billion parameters of two bytes; eight requests of 512 tokens.
+    assert "8.0 GB of parameters, and pages for 4,096 tokens" in values.text()
 
 
 def check_what_the_engine_knows(values: Executed, reference: Any) -> None:
@@ -71,7 +114,7 @@ def check_what_the_engine_knows(values: Executed, reference: Any) -> None:
     assert values["rewound"] != after[0]
     shown, timeline = values.shown("text/html")[1:]
     assert len(re.findall('title="', shown)) == len(tokens)
-    assert len(re.findall("<text ", timeline)) == 12
+    assert len(re.findall('text-anchor="start"', timeline)) == 12
     assert len(re.findall(": queue,", timeline)) == 12
     assert len(re.findall(": decode,", timeline)) == 12
 
@@ -178,8 +221,25 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in OUTSIDE], ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_results_hold(path, tmp_path, reference):
     check, expressions = CHECKS[path.stem]
 
     check(Executed(path, tmp_path, expressions), reference)
+
+
+@pytest.mark.skipif(not builds() or find_spec("pip") is None, reason="pip or setuptools is missing or too old")
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_notebook_beside_a_wheel_installs_and_runs_it(name, wheel, python_without_jaxinfer, tmp_path, reference):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in (ROOT / "scripts" / "notebooks" / f"{name}.ipynb", wheel):
+        shutil.copy(path, folder)
+    check, expressions = CHECKS[name]
+    module = "__import__('jaxinfer').__file__"
+
+    values = Executed(folder / f"{name}.ipynb", folder, expressions | {"module": module}, python_without_jaxinfer)
+
+    check(values, reference)
+    assert Path(values["module"]).is_relative_to(tmp_path / "environment")
+    assert not Path(values["module"]).is_relative_to(ROOT)
