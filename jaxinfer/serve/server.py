@@ -26,7 +26,7 @@ from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import FORM_BYTES, UPLOADS
 from jaxinfer.serve.bodies import BodyLimit
-from jaxinfer.serve.logs import RequestLog
+from jaxinfer.serve.logs import EngineLog, RequestLog
 from jaxinfer.serve.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._state, self._batches, self._drain_seconds = state, batches, drain_seconds
         self._closing_time: float | None = None
+        self._engine_log = EngineLog(state.llm.metrics(), time.monotonic())
         self.on_start: Callable[[int], object] = lambda port: None  # receives the port when the server listens
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
@@ -176,6 +177,8 @@ class Server(uvicorn.Server):
             self.force_exit = self.force_exit or sig == signal.SIGINT
 
     async def on_tick(self, counter: int) -> bool:
+        if self._engine_log.is_due(now := time.monotonic()) and self._state.llm.is_open:
+            self._engine_log.write(self._state.llm.metrics(), now)
         if self._state.llm.failure is not None:
             self.drain()  # the supervisor of the process then starts another
         if self._closing_time is not None and not self.should_exit:

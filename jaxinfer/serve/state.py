@@ -26,6 +26,7 @@ from jaxinfer.openai.bodies import Body, EmbeddingBody, SamplingBody
 from jaxinfer.openai.errors import RefusedError, ended_in_error, refusal_of, require_known_model
 from jaxinfer.openai.parameters import options_of, with_effort
 from jaxinfer.serve.access import client_of
+from jaxinfer.serve.logs import TokenCount
 from jaxinfer.serve.metrics import ObservedStream, ServerMetrics
 from jaxinfer.text.limited_process import BusyError
 
@@ -168,8 +169,13 @@ class ServerState:
             self.metrics.observe_departure(num_completions)
             raise
         self.count(request, stream.num_prompt_tokens)
+        request.state.tokens, request.state.arrival = TokenCount(stream.num_prompt_tokens), arrival
         return ObservedStream(stream, self.metrics, arrival, num_completions)
 
     def count_output(self, request: Request, sampling: SamplingParams, delta: Delta) -> None:
         """Counts the tokens of a delta; with `best_of` only some samples come, and stand for all."""
+        tokens: TokenCount = request.state.tokens
+        tokens.num_output += len(delta.token_ids)
+        if tokens.ttft is None and delta.token_ids:
+            tokens.ttft = time.monotonic() - request.state.arrival
         self.count(request, len(delta.token_ids) * sampling.num_samples // sampling.n)

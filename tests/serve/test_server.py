@@ -23,6 +23,7 @@ from jaxinfer.cli.main import main
 from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.serve import server as server_module
 from jaxinfer.serve import streams
+from jaxinfer.serve.logs import ENGINE_SECONDS, EngineLog
 from tests.engine.engines import small_async_engine
 from tests.serve.servers import (
     LONG,
@@ -332,6 +333,42 @@ def test_a_line_end_in_a_path_begins_no_line_of_the_log(served, caplog):
 
     until(lambda: caplog.records)  # the line comes after the answer
     assert [len(record.getMessage().splitlines()) for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_has_the_tokens_of_a_request(served, caplog, stream):
+    _, _, http = served
+    with caplog.at_level(logging.INFO, "jaxinfer.serve"):
+        usage = http.post("/v1/completions", json={**SHORT, "n": 2, "temperature": 1.0, "stream": stream}).text
+        until(lambda: caplog.records)
+
+    (record,) = caplog.records
+    fields: Any = record.__dict__["fields"]
+    if not stream:
+        tokens = json.loads(usage)["usage"]
+        assert fields["prompt_tokens"] == tokens["prompt_tokens"]
+        assert fields["output_tokens"] == tokens["completion_tokens"]
+    assert 0 < fields["ttft"] <= fields["seconds"]
+    assert f"{fields['prompt_tokens']} + {fields['output_tokens']} tokens, the first after" in record.getMessage()
+
+
+def test_the_log_has_the_rates_of_an_engine_that_works(served, caplog):
+    llm, _, http = served
+    engine_log = EngineLog(llm.metrics(), 100.0)
+    assert not engine_log.is_due(100.0 + ENGINE_SECONDS - 0.1)
+    assert engine_log.is_due(100.0 + ENGINE_SECONDS)
+    with caplog.at_level(logging.INFO, "jaxinfer.serve.logs"):
+        engine_log.write(llm.metrics(), 110.0)
+        assert not caplog.records
+        usage = http.post("/v1/completions", json=SHORT).json()["usage"]
+        caplog.clear()
+        engine_log.write(llm.metrics(), 120.0)
+        engine_log.write(llm.metrics(), 130.0)
+
+    (record,) = [each for each in caplog.records if "engine:" in each.getMessage()]
+    fields: Any = record.__dict__["fields"]
+    assert fields["output_tokens_per_second"] == pytest.approx(usage["completion_tokens"] / 10, abs=0.05)
+    assert fields["running"] == fields["waiting"] == 0
 
 
 def test_health_tells_of_a_step_that_hangs(served, monkeypatch):
