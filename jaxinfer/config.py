@@ -81,8 +81,8 @@ class Parallelism:
 
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
     experts of a mixture, and all devices together what is no expert, as far as they divide it. Each replica computes
-    requests of its own, from one queue. replicas="auto" takes as many as this process has devices for; without
-    `tensor` and `experts`, each has the fewest devices that hold the model.
+    requests of its own, from one queue. replicas="auto" takes every device of this process: each replica then has
+    `tensor` times `experts` of them, or without these the fewest that hold the model.
 
     The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
     which only decode. 0: every replica does both.

@@ -44,7 +44,8 @@ STRUCTURES = ("json_schema", "regex", "choices", "grammar")
 class TotalLength(int):
     """A number of tokens of prompt and output together, for `max_tokens` or `min_tokens`.
 
-    In `transformers` these are `max_length` and `min_length`.
+    In `transformers` these are `max_length` and `min_length`. After a prompt of 200 tokens,
+    `SamplingParams(max_tokens=TotalLength(256))` leaves 56 for the output.
     """
 
     def after(self, num_prompt_tokens: int) -> int:

@@ -25,9 +25,9 @@ MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' ha
 def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
     """Returns the place of a checkpoint: a local directory or GGUF file, or else what a Hub id names, downloaded.
 
-    A Hub id is that of a repository, or of a GGUF file in one, such as "owner/name/model.gguf". After an "@" it may name
-    a revision: a branch, a tag or a commit. A ValueError if it is neither; of a repository only files of these patterns
-    are fetched: safetensors, JSON and tokenizer files unless told otherwise.
+    A Hub id is that of a repository, or of a GGUF file in one, such as "owner/name/model.gguf". A revision may follow
+    an "@": a branch, a tag or a commit. A ValueError if it is neither; of a repository only files of these patterns are
+    fetched: safetensors, JSON and tokenizer files unless told otherwise.
     """
     is_path = isinstance(path_or_id, str | Path) and str(path_or_id).isprintable() and bool(str(path_or_id))
     require(is_path, "checkpoint", path_or_id, "a folder, a GGUF file or a Hub id, as text or Path")

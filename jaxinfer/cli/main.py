@@ -9,7 +9,7 @@
 * `jaxinfer simulate` predicts a trace without a device.
 * `jaxinfer plan` says where a model fits, and how fast it can be there.
 * `jaxinfer quantize` writes a quantized copy of a checkpoint.
-* `jaxinfer models` lists the families of checkpoints that can be read.
+* `jaxinfer models` lists the families of checkpoints, or says of one checkpoint if it can be read.
 * `jaxinfer doctor` describes the machine, and checks that on a CPU no bit of a request depends on the batch.
 """
 
@@ -29,8 +29,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import adapters, bench, chat, plan, quantize, serve
-from jaxinfer.cli.options import add_fields, add_processes, from_arguments, join_processes, option_of, reader
+from jaxinfer.cli import adapters, bench, chat, models, plan, quantize, serve
+from jaxinfer.cli.options import (
+    HelpFormatter,
+    add_examples,
+    add_fields,
+    add_processes,
+    from_arguments,
+    join_processes,
+    option_of,
+    reader,
+)
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.names import way_out
@@ -70,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
     """Parser of the program or of a command; what it has parsed has itself as `parser`."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(formatter_class=HelpFormatter, **options)
         self.set_defaults(parser=self)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -239,8 +248,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
-    models = commands.add_parser("models", help="list the families of checkpoints that can be read", allow_abbrev=False)
-    models.set_defaults(run=_models)
+    readable = commands.add_parser(
+        "models", help="say which checkpoints can be read", description=models.DESCRIPTION, allow_abbrev=False
+    )
+    models.add_options(readable)
+    readable.set_defaults(run=models.run)
 
     omitted = bench.add_commands(commands, _load) | {
         generate: OMITTED,
@@ -279,6 +291,8 @@ def _parser() -> argparse.ArgumentParser:
             if command is not warmer:
                 adapters.add_option(model, takes_one=command in (generate, talk))
         add_fields(command, EngineConfig, omit=omit, groups=groups)
+    for command in commands.choices.values():
+        add_examples(command)
     return parser
 
 
@@ -502,12 +516,6 @@ def _warm_up(arguments: argparse.Namespace) -> None:
     llm.close()
     if not arguments.quiet:
         show(ready.compiled)
-
-
-def _models(arguments: argparse.Namespace) -> None:
-    from jaxinfer.cli.models import list_families
-
-    show(list_families())
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,267 +1,242 @@
-"""`jaxinfer models`: lists the families of checkpoints, and what each makes of small configurations.
-
-No second list can get out of step: every entry comes from the translation of a config.json by the family itself.
-"""
+"""`jaxinfer models`: lists the families of checkpoints, or says of one checkpoint if it can be read."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import argparse
+import math
+import shlex
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
-from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, SLIDING
-from jaxinfer.checkpoint.families import FAMILIES
-from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.dense_and_experts import DenseAndExperts
-from jaxinfer.model.components.moe import MoE
-from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mixers import Mixer, functions_of
+from jaxinfer.cli.output import show
 
-NUM_LAYERS, HEAD_DIM = 8, 16
-SIZES: Mapping[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": 128,
-    "num_experts_per_tok": 2,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-    "global_head_dim": 2 * HEAD_DIM,
-    "num_heads": 8,  # of a state space
-}
-# The parameters of each kind of rotary scaling.
-ROPES: Mapping[str, Mapping[str, Any]] = {
-    "default": {},
-    "dynamic": {"factor": 2.0},
-    "linear": {"factor": 2.0},
-    "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "longrope": {"factor": 2.0, "short_factor": [1.0] * (HEAD_DIM // 2)},
-    "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
-}
-WINDOW = {"sliding_window": 8, "use_sliding_window": True}
-# Settings by which a family has windows in all layers, or in some.
-WINDOWS: tuple[Mapping[str, Any], ...] = (
-    WINDOW,
-    {**WINDOW, "max_window_layers": 0},
-    {**WINDOW, "max_window_layers": NUM_LAYERS // 2},
-    {**WINDOW, "layer_types": [SLIDING] * NUM_LAYERS},
-    {**WINDOW, "layer_types": [SLIDING, FULL] * (NUM_LAYERS // 2)},
+if TYPE_CHECKING:
+    from jaxinfer.checkpoint import Checkpoint
+    from jaxinfer.model.config import ModelConfig
+
+EXIT_NO = 1
+DESCRIPTION = (
+    "Without a model: the families of checkpoints that can be read, with published ones of each. With a model: if it"
+    " can be read, by its configuration and the headers of its files. Ends with 0 for yes and with 1 for no."
 )
-# Settings that families without them ignore or refuse.
-SWITCHES: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"attention_bias": True},
-    {"mlp_bias": True},
-    {"use_qk_norm": True},
-    {"partial_rotary_factor": 0.5},
-    {"mlp_only_layers": [0]},
-    {"shared_intermediate_size": 32},
-    {"layer_types": [LINEAR, FULL] * (NUM_LAYERS // 2)},
-    {"num_local_experts": 0},
-    {"position_embedding_type": "rope"},
-    {"mlp_bias": True, "use_bias": True},
-    {"attention_k_eq_v": True},
-    {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * (NUM_LAYERS // 2)},
-    {"enable_moe_block": True},
-    {"attn_logit_softcapping": 50.0},
-    {"final_logit_softcapping": 30.0},
-    {"residual_multiplier": 0.5},
-    {"embedding_multiplier": 2.0},
-    {"attention_multiplier": 0.5},
-    {"logits_scaling": 2.0},
-    {"key_multiplier": 0.5},
-    {"ssm_out_multiplier": 0.5},
-    {"mlp_multipliers": [0.5, 0.5]},
-    {"lm_head_multiplier": 0.5},
+CLOSING = "`jaxinfer models MODEL` says of a Hub id, a folder or a GGUF file if it can be read."
+# Of a repository on the Hub only these are downloaded.
+SMALL_FILES = ("config.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/*")
+WEIGHTS = (".safetensors", ".gguf")
+OTHER_COPIES = ("*/*", "consolidated*")  # of the same weights
+MAX_LINES = 8  # of a reason
+LEAST_BILLIONS = 1e8  # less is shown in millions
+
+# A series of models, the model_types of its config.json files, and published checkpoints.
+SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("Llama 1 to 3", ("llama",), ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")),
+    (
+        "Mistral, Mixtral",
+        ("mistral", "mixtral", "mistral3"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
+    ),
+    ("Qwen2, Qwen2.5", ("qwen2", "qwen2_moe"), ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")),
+    ("Qwen3", ("qwen3", "qwen3_moe"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")),
+    ("Qwen3-Next", ("qwen3_next",), ("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
+    (
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-4B"),
+    ),
+    (
+        "Gemma 1 to 3",
+        ("gemma", "gemma2", "gemma3", "gemma3_text"),
+        ("google/gemma-2-2b-it", "google/gemma-3-1b-it", "google/gemma-3-4b-it"),
+    ),
+    ("Gemma 4", ("gemma4", "gemma4_text"), ("google/gemma-4-E2B-it", "google/gemma-4-26B-A4B-it")),
+    ("Phi-3, Phi-4", ("phi3",), ("microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4")),
+    ("OLMo 2 and 3", ("olmo2", "olmo3"), ("allenai/OLMo-2-1124-7B-Instruct", "allenai/Olmo-3-7B-Instruct")),
+    ("SmolLM3", ("smollm3",), ("HuggingFaceTB/SmolLM3-3B",)),
+    (
+        "Granite 3 and 4",
+        ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+        ("ibm-granite/granite-3.3-2b-instruct", "ibm-granite/granite-4.0-h-tiny"),
+    ),
+    ("GLM-4", ("glm4", "glm4_moe"), ("zai-org/GLM-4-9B-0414", "zai-org/GLM-4.5-Air")),
+    ("GPT-OSS", ("gpt_oss",), ("openai/gpt-oss-20b", "openai/gpt-oss-120b")),
+    (
+        "DeepSeek-V2, V3",
+        ("deepseek_v2", "deepseek_v3"),
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-ai/DeepSeek-V3"),
+    ),
+    ("Mamba", ("mamba", "mamba2"), ("state-spaces/mamba-130m-hf",)),
+    ("Nemotron-H", ("nemotron_h",), ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",)),
+    ("Jamba", ("jamba",), ("ai21labs/Jamba-v0.1",)),
+    ("Falcon-H1", ("falcon_h1",), ("tiiuae/Falcon-H1-0.5B-Instruct",)),
 )
-WIDTH = 118
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What one family honours."""
-
-    model_type: str
-    architecture: str
-    windows: str  # of which layers
-    ropes: tuple[str, ...]  # kinds of rotary scaling
-    features: tuple[str, ...]
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    command.add_argument("name", nargs="?", metavar="MODEL", help="Hub id, folder, GGUF file, or a name of plan")
 
 
-def list_families() -> str:
-    """Returns a table of all families, as text."""
-    facts = [facts_of(model_type, family) for model_type, family in sorted(FAMILIES.items())]
-    rows = [("model_type", "architecture", "windows", "honours, beside what a Llama has")]
-    rows += [(each.model_type, each.architecture, each.windows, ", ".join(each.features)) for each in facts]
-    widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
-    lines = []
-    for *cells, features in rows:
-        head = "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        first, *others = textwrap.wrap(features, WIDTH - sum(widths)) or [""]
-        lines += [(head + first).rstrip(), *(" " * sum(widths) + other for other in others)]
-    ropes = {each.ropes for each in facts}
-    lines.append("")
-    for kinds in sorted(ropes - {()}):
-        members = "all" if len(ropes) == 1 else ", ".join(each.model_type for each in facts if each.ropes == kinds)
-        lines.append(textwrap.fill(f"rotary scaling {', '.join(kinds)}: {members}", WIDTH))
-    return "\n".join(lines)
-
-
-def facts_of(model_type: str, family: Family) -> Facts:
-    """Returns what a family honours."""
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the list or the answer; returns 0, or 1 for a checkpoint that cannot be read."""
+    if arguments.name is None:
+        show(list_series())
+        return 0
     try:
-        _read(family, {})
-    except (KeyError, ValueError) as error:
-        raise RuntimeError(
-            f"{model_type} cannot be described ({error}); add its sizes to SIZES of {__name__}"
-        ) from error
-    features = (feature for keys in SWITCHES if (config := _translated(family, keys)) for feature in _features(config))
-    return Facts(
-        model_type=model_type,
-        architecture=_architecture(family),
-        windows=_windows(family),
-        ropes=tuple(kind for kind in ROPES if _honours_rope(family, kind)),
-        features=tuple(dict.fromkeys(features)),
+        lines = list(describe(arguments.name))
+    except NotReadError as refusal:
+        show(f"no: {_cut(str(refusal))}")
+        return EXIT_NO
+    show("\n".join(lines))
+    return 0
+
+
+def list_series() -> str:
+    """Returns a line for each series of models, as text."""
+    width = max(len(name) for name, _, _ in SERIES) + 2
+    lines = [name.ljust(width) + ", ".join(published) for name, _, published in SERIES]
+    return "\n".join((*lines, "", CLOSING))
+
+
+class NotReadError(Exception):
+    """A checkpoint is there and cannot be read; the message has the reason and the way out."""
+
+
+def describe(name: str) -> Iterator[str]:
+    """Yields the lines about a checkpoint that can be read; else NotReadError. ValueError if there is none.
+
+    Of a Hub id the configuration is downloaded, and the sizes of its files are asked for.
+    """
+    from jaxinfer.checkpoint import open_checkpoint
+    from jaxinfer.checkpoint.published import PUBLISHED, published_config
+
+    place = Path(name).expanduser()
+    if not place.exists() and name.lower() in map(str.lower, PUBLISHED):
+        config = published_config(name)
+        model_type = next(PUBLISHED[known]["model_type"] for known in PUBLISHED if known.lower() == name.lower())
+        yield f"yes: {model_type}, {_size(config)}, context {config.max_position:,} tokens; a built-in shape, for plans"
+        yield f"next: jaxinfer plan {shlex.quote(name)} --device L4"
+        return
+    _refuse_remote_gguf(name, place)
+    sizes = {} if place.exists() else _remote_sizes(name)
+    _require_weights(name, sizes)
+    checkpoint = open_checkpoint(name, SMALL_FILES)
+    is_whole = place.exists() or any(checkpoint.path.glob("*.safetensors"))
+    try:
+        config = checkpoint.config
+        if is_whole:
+            checkpoint.plan(config.regrouped((1,) * config.num_layers))
+            sizes = dict(checkpoint.file_sizes())
+    except (ValueError, NotImplementedError) as error:
+        raise NotReadError(str(error)) from None
+    num_bytes = sum(size for file, size in sizes.items() if file.endswith(WEIGHTS))
+    yield "yes: " + ", ".join(_facts(checkpoint, config, num_bytes))
+    if checkpoint.packing is None:
+        n = _num_parameters(config)
+        yield f"weights in memory: {_bytes(2 * n)} on a GPU or TPU (2 bytes each), {_bytes(4 * n)} on a CPU (float32)"
+    if not is_whole:
+        yield "only its configuration is here; the tensors are checked when they are loaded"
+    yield f"next: {_next(name, checkpoint, config)}"
+
+
+def _facts(checkpoint: Checkpoint, config: ModelConfig, num_bytes: int) -> Iterator[str]:
+    yield str(checkpoint.settings.get("model_type"))
+    yield _size(config)
+    if num_bytes:
+        yield f"{_bytes(num_bytes)} as stored"
+    if checkpoint.packing is not None:
+        yield f"packed by {checkpoint.packing['quant_method']}"
+    yield f"context {config.max_position:,} tokens"
+    if "vision_config" in checkpoint.settings:
+        yield "its text model alone, without images"
+    if not config.has_logits:
+        yield "embeddings alone"
+
+
+def _next(name: str, checkpoint: Checkpoint, config: ModelConfig) -> str:
+    from jaxinfer.validation import shown
+
+    if not config.has_logits:
+        return f"LLM({shown(name)}).embed([...]) in Python"
+    if _has_chat_template(checkpoint):
+        return f"jaxinfer chat {shlex.quote(name)}"
+    return f'jaxinfer generate "Once upon a time" --model {shlex.quote(name)}'
+
+
+def _has_chat_template(checkpoint: Checkpoint) -> bool:
+    from jaxinfer.checkpoint.huggingface import read_json
+
+    if checkpoint.gguf is not None:
+        return "tokenizer.chat_template" in checkpoint.gguf.metadata
+    folder, stated = checkpoint.path, checkpoint.path / "tokenizer_config.json"
+    if (folder / "chat_template.jinja").is_file() or any((folder / "additional_chat_templates").glob("*.jinja")):
+        return True
+    return stated.is_file() and bool(read_json(stated).get("chat_template"))
+
+
+def _size(config: ModelConfig) -> str:
+    n = _num_parameters(config)
+    return f"{n / 1e9:,.1f} B parameters" if n > LEAST_BILLIONS else f"{n / 1e6:,.1f} M parameters"
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e9:,.1f} GB" if n > LEAST_BILLIONS else f"{n / 1e6:,.1f} MB"
+
+
+def _num_parameters(config: ModelConfig) -> int:
+    import jax
+
+    from jaxinfer.model.params import abstract_params
+
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config, "float32")))
+
+
+def _refuse_remote_gguf(name: str, place: Path) -> None:
+    """Raises ValueError for a GGUF file on the Hub that is not here: its metadata lie in the file, with its weights."""
+    from jaxinfer.gguf.file import is_gguf
+
+    owner, repository, file = [*name.split("/", 2), "", ""][:3]
+    if place.exists() or not is_gguf(place) or not file or name.startswith((".", "/", "~")):
+        return
+    import huggingface_hub
+
+    if not isinstance(huggingface_hub.try_to_load_from_cache(f"{owner}/{repository}", file), str):
+        raise ValueError(
+            f"{name} is on the Hub, and its metadata lie in one file with its weights; download it first, by"
+            f" `hf download {owner}/{repository} {file}`, or ask for the repository that it was made from"
+        )
+
+
+def _remote_sizes(name: str) -> dict[str, int]:
+    """Returns the bytes of the files of a repository on the Hub; {} if it cannot be asked."""
+    import huggingface_hub
+
+    if name.startswith((".", "/", "~")):
+        return {}
+    repository, _, revision = name.partition("@")
+    try:
+        info = huggingface_hub.HfApi().model_info(repository, revision=revision or None, files_metadata=True)
+    except Exception:  # of several libraries; the download of the configuration says what is wrong
+        return {}
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+
+def _require_weights(name: str, sizes: dict[str, int]) -> None:
+    """Raises NotReadError if the files of a repository have no weights in safetensors; drops other copies of them."""
+    for file in [file for file in sizes if any(fnmatch(file, pattern) for pattern in OTHER_COPIES)]:
+        del sizes[file]
+    if not sizes or any(file.endswith(".safetensors") for file in sizes):
+        return
+    files = [file for file in sizes if file.endswith(".gguf")]
+    if files:
+        raise NotReadError(f"{name} has several GGUF files, or one; give one of them, such as {name}/{files[0]}")
+    raise NotReadError(
+        f"{name} has no weights in safetensors or GGUF; take another copy of the model, or write one by"
+        " save_pretrained of transformers"
     )
 
 
-def _read(family: Family, keys: Mapping[str, Any]) -> ModelConfig:
-    hf = {**SIZES, **keys}
-    return family.config_from_hf({**hf, "text_config": hf})
-
-
-def _translated(family: Family, keys: Mapping[str, Any]) -> ModelConfig | None:
-    """Returns the family's model for the sizes and these keys; None if it refuses them."""
-    try:
-        return _read(family, keys)
-    except ValueError:
-        return None
-
-
-def _architecture(family: Family) -> str:
-    try:
-        _read(family, {"architectures": ["?"]})
-    except ArchitectureError as refusal:
-        return refusal.supported
-    raise RuntimeError("the family takes any architecture; let it call refuse_unsupported")
-
-
-def _windows(family: Family) -> str:
-    found = set()
-    for keys in WINDOWS:
-        config = _translated(family, keys)
-        have_windows = {mixer.window is not None for mixer in config.mixers} if config else {False}
-        found |= {"some"} if len(have_windows) == 2 else {"all"} if have_windows == {True} else set()
-    return " or ".join(sorted(found)) or "-"
-
-
-def _honours_rope(family: Family, kind: str) -> bool:
-    scaling = {"rope_type": kind, **ROPES[kind]}
-    # Parts of heads have fewer frequencies.
-    shorter = [
-        {key: value[: len(value) // part] if isinstance(value, list) else value for key, value in scaling.items()}
-        for part in (1, 2, 4)
-    ]
-    layers = {"layer_types": [FULL] * NUM_LAYERS}
-    further = ({}, layers, {**layers, "position_embedding_type": "rope"})
-    tried = [{"rope_scaling": rope, **keys} for rope in shorter for keys in further]
-    tried += [{"rope_parameters": {FULL: rope, SLIDING: {}}} for rope in shorter]
-    return any(_has_scaling(_translated(family, keys), kind) for keys in tried)
-
-
-def _has_scaling(config: ModelConfig | None, kind: str) -> bool:
-    ropes = [] if config is None else [mixer.rope for mixer in config.mixers if mixer.rope is not None]
-    if kind in ("default", "dynamic"):  # dynamic scaling changes nothing up to the model's length
-        return bool(ropes)
-    return any(rope.scaling is not None and rope.scaling.kind == kind for rope in ropes)
-
-
-def _features(config: ModelConfig) -> Iterator[str]:
-    """Yields what a model has that a Llama without biases lacks."""
-    for layer in config.layers:
-        for mixer in layer.mixers:
-            yield from _of_mixer(mixer)
-        yield from _of_feed_forward(layer)
-        if layer.embedding is not None:
-            yield "embeddings for each layer"
-        if layer.has_scale:
-            yield "layer scales"
-        if layer.has_post_norms:
-            yield "norms before and after" if layer.has_pre_norms else "norms after"
-        if len(layer.mixers) > 1:
-            yield " beside ".join(functions_of(mixer).name for mixer in layer.mixers)
-        if any((branch.input_scale, branch.output_scale) != (1.0, 1.0) for branch in layer.branches):
-            yield "mixer multipliers"
-    if any(layer.mixer is None or layer.feed_forward is None for layer in config.layers):
-        yield "layers of one half"
-    are_sparse = {isinstance(layer.feed_forward, MoE) for layer in config.layers if layer.feed_forward is not None}
-    if len(are_sparse) == 2:
-        yield "dense layers among them"
-    ropes = {mixer.rope for mixer in config.mixers if not functions_of(mixer).is_recurrent}
-    if ropes == {None}:
-        yield "attention without positions"
-    if len(ropes) > 1:
-        yield "layers without positions" if None in ropes else "two rotary embeddings"
-    if config.logit_softcap is not None:
-        yield "bounded logits"
-    multipliers = {
-        "embedding": config.embedding_scale,
-        "residual": config.layers[0].residual_scale,
-        "logit": config.logit_scale,
-    }
-    yield from (f"{name} multiplier" for name, value in multipliers.items() if value != 1.0)
-
-
-def _of_mixer(mixer: Mixer) -> Iterator[str]:
-    if not isinstance(mixer, Attention):
-        yield functions_of(mixer).name
-        return
-    if mixer.has_gate:
-        yield "gated attention"
-    if mixer.qk_norm is not None:
-        yield "norms of queries and keys" + (" over all heads" if mixer.qk_norm == "all" else "")
-    if mixer.has_value_norm:
-        yield "norms of values"
-    if not mixer.has_values:
-        yield "keys as values"
-    if mixer.source is not None:
-        yield "keys and values of earlier layers"
-    if mixer.has_sinks:
-        yield "sinks"
-    if mixer.softcap is not None:
-        yield "bounded scores"
-    if mixer.scale is not None:
-        yield "score multiplier"
-    if mixer.rope is not None and (mixer.rope.dim < mixer.head_dim or mixer.rope.num_turned is not None):
-        yield "rotation of a part of heads"
-    if mixer.rope is not None and mixer.rope.is_interleaved:
-        yield "interleaved rotation"
-    if mixer.has_qkv_bias:
-        yield "attention biases" if mixer.has_output_bias else "qkv biases"
-
-
-def _of_feed_forward(layer: Layer) -> Iterator[str]:
-    part = layer.feed_forward
-    if isinstance(part, DenseAndExperts):
-        yield "experts beside a dense network"
-    elif isinstance(part, MoE):
-        yield "experts"
-        if part.shared is not None:
-            yield "gated shared expert" if part.has_shared_gate else "shared expert"
-        if part.router.num_groups > 1:
-            yield "groups of experts"
-    elif part is None:
-        return
-    elif part.activation != "silu":
-        yield part.activation
-    elif part.has_bias:
-        yield "MLP biases"
-    elif (part.gate_scale, part.output_scale) != (1.0, 1.0):
-        yield "MLP multipliers"
+def _cut(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join(lines[:MAX_LINES] + ([f"  … and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []))

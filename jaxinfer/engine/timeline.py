@@ -55,7 +55,14 @@ class RequestSpan(NamedTuple):
 
 
 class Timeline:
-    """Observes a scheduler on the scheduler's clock. Keeps the last `max_steps` steps, loads and spans each."""
+    """Observes a scheduler on the scheduler's clock. Keeps the last `max_steps` steps, loads and spans each.
+
+    * `steps`: a `StepSpan` for each step.
+    * `loads`: a `Load` for each change of the numbers of requests and pages.
+    * `spans`: a `RequestSpan` for each phase of a request.
+
+    Moments are seconds of that clock. In a notebook the object shows itself as a picture.
+    """
 
     def __init__(self, scheduler: Scheduler, buckets: tuple[Bucket, ...], max_steps: int) -> None:
         self._clock = scheduler.clock

@@ -182,7 +182,8 @@ def lay_out_sampling(
 def with_masks(sampling: SamplingBatch, masks: Mapping[int, np.ndarray]) -> SamplingBatch:
     """Returns the sampling parameters with what structures allow, i32[ceil(V / 32)] by row, in a verify step by token.
 
-    Rows without a mask allow all tokens.
+    V is the size of the vocabulary, and bit `i` of a mask allows token `i`: the lowest bit of its first number is that
+    of token 0. Rows without a mask allow all tokens. `sampling` is that of `make_sampling`, and stays as it is.
     """
     bits = np.full(sampling.processors.allowed_bits.shape, -1, np.int32)
     for row, mask in masks.items():

@@ -18,6 +18,7 @@ from textwrap import fill
 import pytest
 
 from jaxinfer.checkpoint.families import FAMILIES
+from scripts.measure.family_layers import layers_section
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
@@ -93,8 +94,9 @@ def page_of(cells: Cells) -> str:
         "\n".join(lines),
         "\n".join(f"| {' | '.join(row)} |" for row in table),
         *(fill(reason, 120) for reason in reasons),
+        layers_section(),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def main() -> None:

@@ -501,7 +501,7 @@ def test_version_is_that_of_the_package(capsys):
 def test_help_groups_the_options_by_theme(capsys, command, groups):
     assert main([command, "--help"]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[a-z ]+:", line)]
-    assert len(set(titles) - {"positional arguments:", "options:"}) == groups
+    assert len(set(titles) - {"positional arguments:", "options:", "examples:"}) == groups
     assert len(titles) == len(set(titles))
 
 

@@ -1,123 +1,164 @@
-"""`jaxinfer models` lists every family, with facts that the families themselves state."""
+"""`jaxinfer models` lists published models, and says of one checkpoint if it can be read."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.cli import models
 from jaxinfer.cli.main import main
+from jaxinfer.engine.engine import BUNDLED_MODEL
+from tests.gguf.gguf_files import save_gguf
 
 ROOT = Path(__file__).parents[2]
-# Of families that read images the one of the whole model, which published checkpoints name.
-ARCHITECTURES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+QWEN3 = {
+    **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 64},
+    **{"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4},
+    **{"head_dim": 16, "max_position_embeddings": 40960},
+}
 
 
-@pytest.fixture(scope="module")
-def facts():
-    return {model_type: models.facts_of(model_type, family) for model_type, family in FAMILIES.items()}
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    return tmp_path
 
 
-def test_every_family_has_a_line_with_its_architecture(capsys):
+@pytest.fixture
+def hub(folder, monkeypatch):
+    """The Hub, which has this folder as owner/name; its files are those that a test puts into the dict."""
+    files: dict[str, int] = {"config.json": 300, "model.safetensors": 2_500_000_000}
+
+    def model_info(self, name, *, revision, files_metadata):
+        assert (name, files_metadata) == ("owner/name", True)
+        siblings = [SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
+        return SimpleNamespace(siblings=siblings)
+
+    def snapshot_download(name, *, allow_patterns, **_):
+        assert not any("safetensors" in pattern for pattern in allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return files
+
+
+def test_the_list_has_every_family_and_fits_a_terminal(capsys):
     assert main(["models"]) == 0
 
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for model_type in FAMILIES:
-        assert any(line[:2] == [model_type, ARCHITECTURES[model_type]] for line in lines)
-    assert max(map(len, models.list_families().splitlines())) <= 120
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    assert sorted(model_type for _, model_types, _ in models.SERIES for model_type in model_types) == sorted(FAMILIES)
+    assert all(published for _, _, published in models.SERIES)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "windows"),
-    [
-        ("llama", "-"),
-        ("mistral", "all"),
-        ("qwen3", "all or some"),
-        ("qwen3_moe", "all"),
-        ("gemma2", "all or some"),
-        ("gemma3", "all or some"),
-        ("gpt_oss", "all or some"),
-        ("olmo2", "-"),
-        ("phi3", "all"),
-    ],
-)
-def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, windows):
-    assert facts[model_type].windows == windows
+def test_a_folder_is_read_with_its_headers(capsys):
+    assert main(["models", str(BUNDLED_MODEL)]) == 0
+
+    yes, memory, following = capsys.readouterr().out.splitlines()
+    assert yes == "yes: llama, 5.5 M parameters, 11.0 MB as stored, context 2,048 tokens"
+    assert memory == "weights in memory: 11.0 MB on a GPU or TPU (2 bytes each), 21.9 MB on a CPU (float32)"
+    assert following == f'next: jaxinfer generate "Once upon a time" --model {BUNDLED_MODEL}'
 
 
-@pytest.mark.parametrize(
-    ("model_type", "features"),
-    [
-        ("llama", {"attention biases", "MLP biases"}),
-        ("mistral", set()),
-        ("qwen2", {"qkv biases"}),
-        ("gemma", {"gelu_tanh", "embedding multiplier", "attention biases"}),
-        ("olmo2", {"norms of queries and keys over all heads", "norms after", "attention biases"}),
-        ("gpt_oss", {"sinks", "attention biases", "experts"}),
-        (
-            "qwen2_moe",
-            {"qkv biases", "experts", "gated shared expert", "dense layers among them"},
-        ),
-        ("smollm3", {"layers without positions", "attention biases", "MLP biases"}),
-        (
-            "falcon_h1",
-            {
-                *("attention beside state spaces", "state spaces", "attention biases", "MLP biases"),
-                *("score multiplier", "mixer multipliers", "MLP multipliers"),
-                *("embedding multiplier", "logit multiplier"),
-            },
-        ),
-        (
-            "gemma4",
-            {
-                *("norms of queries and keys", "norms of values", "score multiplier", "rotation of a part of heads"),
-                *("keys as values", "keys and values of earlier layers", "two rotary embeddings", "attention biases"),
-                *("embeddings for each layer", "layer scales", "experts beside a dense network", "gelu_tanh"),
-                *("norms before and after", "embedding multiplier", "bounded logits"),
-            },
-        ),
-        ("mamba", {"selective scans", "layers of one half"}),
-    ],
-)
-def test_features_are_those_of_the_layers(facts, model_type, features):
-    assert set(facts[model_type].features) == features
+def test_a_gguf_file_is_read(tmp_path, capsys):
+    path, _ = save_gguf(tmp_path, "llama", "Q8_0")
+
+    assert main(["models", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("yes: llama, ")
 
 
-def test_kinds_of_rotary_scaling_are_those_that_a_model_gets(facts):
-    assert facts["llama"].ropes == ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
-
-
-def test_the_list_follows_the_code(monkeypatch, capsys):
-    llama = FAMILIES["llama"]
-
-    def without_linear_scaling(hf):
-        if hf.get("rope_scaling", {}).get("rope_type") == "linear":
-            raise ValueError("rope_type='linear' is not supported")
-        return llama.config_from_hf(hf)
-
-    narrower = dataclasses.replace(llama, config_from_hf=without_linear_scaling)
-    monkeypatch.setattr(models, "FAMILIES", {"narrower": narrower})
-
-    assert main(["models"]) == 0
+def test_a_hub_id_is_answered_from_its_configuration(hub, capsys):
+    assert main(["models", "owner/name"]) == 0
 
     out = capsys.readouterr().out
-    assert "narrower" in out
-    assert "rotary scaling default, dynamic, llama3, longrope, yarn: all" in out
+    assert out.startswith("yes: qwen3, ")
+    assert "2.5 GB as stored, context 40,960 tokens" in out
+    assert "only its configuration is here" in out
 
 
-def test_a_family_whose_sizes_have_other_keys_is_named(monkeypatch):
-    acme = dataclasses.replace(FAMILIES["llama"], config_from_hf=lambda hf: hf["n_layers"])
-    monkeypatch.setitem(FAMILIES, "acme", acme)
+def test_a_model_with_a_chat_template_is_for_chat(hub, folder, capsys):
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
 
-    with pytest.raises(RuntimeError, match=r"acme cannot be described \('n_layers'\); add its sizes to SIZES"):
-        models.list_families()
+    assert main(["models", "owner/name"]) == 0
+    assert capsys.readouterr().out.endswith("next: jaxinfer chat owner/name\n")
+
+
+def test_an_embedding_model_is_for_embed(hub, folder, capsys):
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {"architectures": ["Qwen3Model"]}))
+
+    assert main(["models", "owner/name"]) == 0
+
+    out = capsys.readouterr().out
+    assert "embeddings alone" in out
+    assert out.endswith("next: LLM('owner/name').embed([...]) in Python\n")
+
+
+def test_a_hub_that_cannot_be_asked_for_sizes_leaves_them_out(hub, monkeypatch, capsys):
+    def refuse(self, name, **_):
+        raise huggingface_hub.errors.OfflineModeIsEnabled("offline")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+
+    assert main(["models", "owner/name"]) == 0
+    assert "as stored" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"pytorch_model.bin": 9}, "owner/name has no weights in safetensors or GGUF"),
+        ({"model-q8_0.gguf": 9}, "give one of them, such as owner/name/model-q8_0.gguf"),
+        ({"consolidated.safetensors": 9}, "owner/name has no weights in safetensors or GGUF"),
+    ],
+)
+def test_a_repository_without_weights_that_are_read_gets_a_no(hub, files, message, capsys):
+    hub.clear()
+    hub |= {"config.json": 300} | files
+
+    assert main(["models", "owner/name"]) == 1
+
+    out = capsys.readouterr().out
+    assert out.startswith("no: ")
+    assert message in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "acme"}, "model_type='acme' is not supported; use a checkpoint of one of these families"),
+        ({}, "has neither model.safetensors nor model.safetensors.index.json"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method is none of"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_gets_a_no_with_the_reason(folder, changed, message, capsys):
+    (folder / "config.json").write_text(json.dumps(QWEN3 | changed))
+
+    assert main(["models", str(folder)]) == 1
+
+    out = capsys.readouterr().out
+    assert out.startswith("no: ")
+    assert message in out
+
+
+def test_a_built_in_shape_leads_to_a_plan(capsys):
+    assert main(["models", "Qwen3-8B"]) == 0
+
+    yes, following = capsys.readouterr().out.splitlines()
+    assert yes == "yes: qwen3, 8.2 B parameters, context 40,960 tokens; a built-in shape, for plans"
+    assert following == "next: jaxinfer plan Qwen3-8B --device L4"
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "owner/name/model.gguf"])
+def test_a_model_that_is_not_here_is_a_mistake(name, capsys):
+    assert main(["models", name]) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_the_readme_names_every_family():

@@ -47,7 +47,7 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 
 class PromptTooLongError(ValueError):
-    """A prompt has more tokens than the engine takes."""
+    """A prompt has more tokens than the engine takes: shorten it, or raise `EngineConfig.max_model_len`."""
 
 
 class RequestOptions(TypedDict, total=False):

@@ -48,7 +48,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMetrics:
-    """A replica at one moment, with its steps since the start."""
+    """A replica at one moment, with its steps since the start; fields are as in `Metrics`."""
 
     num_running: int
     num_steps: int
@@ -60,7 +60,13 @@ class ReplicaMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The engine at one moment. The counters of `Tally` run from the start: subtract two snapshots for a rate."""
+    """The engine at one moment. The counters of `Tally` run from the start: subtract two snapshots for a rate.
+
+    * `num_running`, `num_waiting`: requests that steps compute, and requests in the queue.
+    * `num_pages`: all pages of the pool. Running requests own `num_owned_pages`, the prefix cache alone has
+      `num_cached_pages`, and `num_free_pages` hold nothing.
+    * `busy_seconds`, and the numbers of steps, preemptions, requests and tokens: see `Tally`.
+    """
 
     num_running: int
     num_waiting: int
