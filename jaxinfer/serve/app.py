@@ -48,6 +48,7 @@ from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import add_batches
 from jaxinfer.serve.bodies import BodyRoute, heavy_threads
 from jaxinfer.serve.metrics import ObservedStream
+from jaxinfer.serve.page_routes import add_page_routes
 from jaxinfer.serve.refusals import refusal_response
 from jaxinfer.serve.state import ServerState
 from jaxinfer.serve.static_page import add_page
@@ -96,6 +97,7 @@ def make_app(
     _add_texts(app, state)
     add_batches(app, state, batches)
     _add_state(app, state)
+    add_page_routes(app, state)
     add_page(app)
     return app
 

@@ -9,14 +9,15 @@ from importlib import resources
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+SCRIPTS = (
+    *("answers.js", "api.js", "conversation.js", "dom.js", "history.js", "live.js", "markdown.js", "page.js"),
+    *("pane.js", "receiver.js", "settings.js", "store.js", "tokens.js"),
+)
 MEDIA_TYPES = {
     "index.html": "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
-    "page.js": "text/javascript; charset=utf-8",
-    "api.js": "text/javascript; charset=utf-8",
-    "answers.js": "text/javascript; charset=utf-8",
-    "live.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
+    **dict.fromkeys(SCRIPTS, "text/javascript; charset=utf-8"),
 }
 PATHS = {"/": "index.html"} | {f"/page/{name}": name for name in MEDIA_TYPES if name != "index.html"}
 HEADERS = {

@@ -1,138 +1,117 @@
-// An answer on the page: its text, and its tokens coloured by probability, from each of which it can be forked.
+// An answer on the page: its reasoning, its text as Markdown, as it is or as tokens, its speed, and its buttons.
 
-const LEVELS = [0.05, 0.25, 0.5, 0.9]; // probabilities between the colours
-const tip = document.getElementById("tip");
-let tipOwner = null; // the token that the tip describes
+import { copyButton, iconButton, make } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
+import { TokenView } from "./tokens.js";
 
-const readable = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +$/, (s) => "␣".repeat(s.length));
-const percent = (logProb) => {
-  const share = 100 * Math.exp(logProb);
-  return share >= 0.1 ? `${share.toFixed(1)} %` : "under 0.1 %";
-};
+const ENDS = { stop: "", length: "ended at its length limit", exhausted: "", stopped: "stopped" };
+const count = (number) => number.toLocaleString("en");
+const seconds = (milliseconds) =>
+  milliseconds < 1000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(1)} s`;
 
-export class Answer {
-  /** `onFork(answer, index)` is called when a token is chosen; `kept` tokens were there before this answer's request. */
-  constructor(title, onFork, kept = []) {
-    this.title = title;
-    this.onFork = onFork;
-    this.promptIds = null; // without them there is no fork
-    this.tokens = []; // { id, text, logProb, top: [{ text, logProb }] }
-    [this.reasoning, this.content, this.seed] = ["", "", null];
-    this.decoder = new TextDecoder();
-    this.element = document.createElement("article");
-    this.element.className = "answer";
-    this.element.setAttribute("aria-label", title);
-    const part = (name, className) => {
-      const element = document.createElement(name);
-      element.className = className;
-      this.element.append(element);
-      return element;
-    };
-    this.reasoningElement = part("div", "text reasoning");
-    this.textElement = part("div", "text");
-    this.tokensElement = part("div", "tokens");
-    this.aboutElement = part("p", "quiet about");
-    this.aboutElement.textContent = title;
-    this.tokensElement.setAttribute("role", "group");
-    this.tokensElement.setAttribute("aria-label", `Tokens: ${title}`);
-    this.tokensElement.addEventListener("keydown", (event) => this.#move(event));
-    for (const token of kept) this.#addToken(token);
+/** Returns the buttons that show another one of some alternatives; none if there is one alone. */
+export function versionButtons(kind, { items, at }, onChoose) {
+  if (items.length < 2) return [];
+  const button = (name, label, to) => {
+    const made = iconButton(name, label, () => onChoose(to));
+    made.disabled = !items[to];
+    return made;
+  };
+  const place = make("span", { class: "quiet version", textContent: `${at + 1} of ${items.length}` });
+  return [button("left", `Previous ${kind}`, at - 1), place, button("right", `Next ${kind}`, at + 1)];
+}
+
+export class AnswerView {
+  /** `actions` has the functions `fork(index)`, `again()` and `choose(index)`. */
+  constructor(answer, title, actions) {
+    [this.answer, this.actions] = [answer, actions];
+    this.reasoning = make("div", { class: "text" });
+    this.reasoningTitle = make("summary");
+    this.thoughts = make("details", { class: "reasoning", hidden: true }, this.reasoningTitle, this.reasoning);
+    this.formatted = make("div", { class: "formatted" });
+    this.plain = make("div", { class: "plain text" });
+    this.note = make("p", { class: "quiet note", hidden: true });
+    this.tokens = new TokenView(title, actions.fork);
+    this.calls = make("div", { class: "calls" });
+    this.error = make("p", { class: "error", role: "alert", hidden: true });
+    this.about = make("span", { class: "quiet about" });
+    this.retry = make("button", { type: "button", class: "retry", textContent: "Retry" });
+    this.retry.addEventListener("click", actions.again);
+    this.versions = make("span", { class: "row" });
+    const copy = copyButton("Copy answer", () => answer.content);
+    const again = iconButton("again", "Answer again", actions.again);
+    this.buttons = make("span", { class: "actions" }, this.versions, copy, again);
+    this.markdown = new MarkdownView(this.formatted, (reason) => this.#showPlain(reason));
+    const texts = [this.thoughts, this.formatted, this.plain, this.note, this.tokens.element, this.calls];
+    const failure = make("div", { class: "failure" }, this.error, this.retry);
+    const footer = make("footer", {}, this.buttons, this.about);
+    this.element = make("article", { class: "answer unformatted", "aria-label": title }, ...texts, failure, footer);
   }
 
-  addText(content = "", reasoning = "") {
-    this.content += content;
-    this.reasoning += reasoning;
-    this.textElement.textContent = this.content;
-    this.reasoningElement.textContent = this.reasoning;
+  setVersions(versions) {
+    this.versions.replaceChildren(...versionButtons("answer", versions, this.actions.choose));
   }
 
-  /** Adds the tokens of a chunk's choice, of a chat or of a text. */
-  addTokens(ids, logProbs) {
-    if (!ids || !logProbs) return;
-    const rows = logProbs.content ?? logProbs.tokens.map((token, i) => ({
-      token,
-      logprob: logProbs.token_logprobs[i],
-      top_logprobs: Object.entries(logProbs.top_logprobs?.[i] ?? {}).map(([token, logprob]) => ({ token, logprob })),
-    }));
-    ids.forEach((id, i) => {
-      const { token, bytes, logprob, top_logprobs: top } = rows[i];
-      // A character may have its bytes in several tokens; the last of them shows it.
-      const text = bytes ? this.decoder.decode(new Uint8Array(bytes), { stream: true }) : token;
-      this.#addToken({ id, text, logProb: logprob, top: top.map((t) => ({ text: t.token, logProb: t.logprob })) });
-    });
+  /** Shows the answer as it is now in one of the views "formatted", "plain" and "tokens". */
+  show(view, isRunning) {
+    const { content, reasoning, tokens, error } = this.answer;
+    this.element.classList.toggle("running", isRunning);
+    this.plain.textContent = content;
+    this.#showReasoning(isRunning);
+    if (view === "formatted") this.markdown.show(content, !isRunning);
+    if (view === "tokens") this.tokens.show(tokens);
+    this.element.classList.toggle("no-tokens", !tokens.length);
+    this.element.classList.toggle("failed", error !== null && !content);
+    this.#showCalls();
+    this.error.hidden = this.retry.hidden = error === null;
+    this.error.textContent = error ?? "";
+    this.about.textContent = this.#describe(isRunning);
+    this.thoughts.hidden = !reasoning;
   }
 
-  /** Returns what the first `count` tokens add to reasoning and content; special tokens are not part of these. */
-  textOf(count) {
-    const whole = this.reasoning + this.content;
-    let end = 0;
-    for (const { text } of this.tokens.slice(0, count)) if (whole.startsWith(text, end)) end += text.length;
-    return [whole.slice(this.reasoning.length, Math.max(end, this.reasoning.length)), this.reasoning.slice(0, end)];
+  #showCalls() {
+    const { calls } = this.answer;
+    const hint = make("p", { class: "quiet", textContent: "Your next message is sent as the result of this call." });
+    this.calls.replaceChildren(...calls.map(callCard), ...(calls.length === 1 ? [hint] : []));
   }
 
-  /** Says how the answer ended. */
-  end(reason, isError = false) {
-    const seed = this.seed === null ? "" : ` · seed ${this.seed}`;
-    this.aboutElement.textContent = `${this.title} · ${reason}${seed}`;
-    this.aboutElement.classList.toggle("error", isError);
+  #showReasoning(isRunning) {
+    const { reasoning, content, speed } = this.answer;
+    this.reasoning.textContent = reasoning;
+    const title = isRunning && !content ? "Reasoning…" : "Reasoning";
+    const time = speed?.thought ? ` · ${seconds(speed.thought)}` : "";
+    this.reasoningTitle.textContent = `${title} · ${count(reasoning.length)} characters${time}`;
   }
 
-  #addToken(token) {
-    const index = this.tokens.push(token) - 1;
-    const button = document.createElement("button");
-    button.type = "button";
-    button.tabIndex = index ? -1 : 0;
-    const probability = Math.exp(token.logProb);
-    button.className = `p${LEVELS.filter((level) => probability >= level).length}`;
-    button.textContent = token.text;
-    button.setAttribute("aria-label", `${readable(token.text) || "no text"}, ${percent(token.logProb)}, fork here`);
-    button.addEventListener("click", () => this.promptIds && this.onFork(this, index));
-    for (const name of ["mouseenter", "focus"]) button.addEventListener(name, () => showTip(button, token));
-    for (const name of ["mouseleave", "blur"]) button.addEventListener(name, () => hideTip(button));
-    this.tokensElement.append(button);
+  #showPlain(reason) {
+    this.element.classList.toggle("unformatted", reason !== null);
+    this.note.hidden = !reason;
+    this.note.textContent = reason ? `Shown without its format: ${reason}` : "";
   }
 
-  #move(event) {
-    const buttons = [...this.tokensElement.children];
-    const at = buttons.indexOf(document.activeElement);
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: buttons.length - 1 }[event.key];
-    if (to === undefined || !buttons[to]) return;
-    event.preventDefault();
-    buttons[at].tabIndex = -1;
-    buttons[to].tabIndex = 0;
-    buttons[to].focus();
+  #describe(isRunning) {
+    const { label, speed, end, seed, error } = this.answer;
+    const parts = [label];
+    if (isRunning && !speed?.tokens) parts.push("Waiting for the first token…");
+    if (speed?.tokens) parts.push(`${count(speed.tokens)} token${speed.tokens === 1 ? "" : "s"}`);
+    if (speed?.rate) parts.push(`${speed.rate.toFixed(1)} tokens/s`);
+    if (speed?.first) parts.push(`first after ${seconds(speed.first)}`);
+    if (speed?.used) parts.push(`context ${count(speed.used)} of ${count(speed.whole)}`);
+    if (end && error === null) parts.push(ENDS[end] ?? end);
+    if (seed !== null) parts.push(`seed ${seed}`);
+    return parts.filter(Boolean).join(" · ");
   }
 }
 
-function showTip(button, token) {
-  const table = document.createElement("table");
-  const others = token.top.filter((other) => other.text !== token.text);
-  for (const row of [token, ...others].sort((a, b) => b.logProb - a.logProb)) {
-    const line = table.insertRow();
-    line.className = row === token ? "drawn" : "";
-    line.insertCell().textContent = readable(row.text) || "no text";
-    line.insertCell().textContent = percent(row.logProb);
+function callCard({ name, arguments: text }) {
+  let shown = text;
+  try {
+    shown = JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    // The arguments have not come whole, or are not JSON.
   }
-  tip.replaceChildren(table);
-  tip.hidden = false;
-  tipOwner = button;
-  placeTip();
-  button.setAttribute("aria-describedby", "tip");
-}
-
-function placeTip() {
-  if (tip.hidden) return;
-  const [place, size] = [tipOwner.getBoundingClientRect(), tip.getBoundingClientRect()];
-  const below = place.bottom + 6 + size.height < innerHeight;
-  tip.style.top = `${below ? place.bottom + 6 : Math.max(place.top - size.height - 6, 0)}px`;
-  tip.style.left = `${Math.max(8, Math.min(place.left, innerWidth - size.width - 8))}px`;
-}
-
-// The tip stays beside its token while the page scrolls, and while text that still comes moves it.
-addEventListener("scroll", placeTip, { capture: true, passive: true });
-new ResizeObserver(placeTip).observe(document.body);
-
-function hideTip(button) {
-  tip.hidden = true;
-  button.removeAttribute("aria-describedby");
+  const title = make("figcaption", {}, make("span", {}, "Calls ", make("b", { textContent: name })));
+  title.append(copyButton("Copy arguments", () => text));
+  const code = make("pre", { tabIndex: 0 }, make("code", { textContent: shown }));
+  return make("figure", { class: "code call" }, title, code);
 }

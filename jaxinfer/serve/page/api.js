@@ -24,11 +24,20 @@ function askKey() {
   return question;
 }
 
+async function send(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (options?.signal?.aborted) throw error;
+    throw new RefusedError("the server does not answer; try again");
+  }
+}
+
 async function request(path, options) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-    const response = await fetch(path, { ...options, headers });
+    const response = await send(path, { ...options, headers });
     if (response.status === 401) {
       await askKey();
       continue;

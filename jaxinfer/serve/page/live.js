@@ -96,7 +96,7 @@ function show(newest, oldest) {
 export function watch(details) {
   let timer = null;
   const tick = async () => {
-    if (!document.hidden) await refresh();
+    if (!document.hidden && details.checkVisibility()) await refresh();
     if (details.open) timer = setTimeout(tick, SECONDS * 1000);
   };
   details.addEventListener("toggle", () => {

@@ -1,212 +1,276 @@
-// The page: one pane, or two side by side, each with settings and a conversation of its own, and one field to write in.
+// The page: one pane, or two side by side, one field to write in, and the conversation that is kept in this browser.
 
-import { getJson, postJson, stream } from "./api.js";
-import { Answer } from "./answers.js";
+import { getJson, postJson } from "./api.js";
+import { eachAnswer, newConversation } from "./conversation.js";
+import { $ } from "./dom.js";
+import { History } from "./history.js";
 import { watch } from "./live.js";
+import { switchOff } from "./markdown.js";
+import { Pane } from "./pane.js";
+import * as store from "./store.js";
+import { showLegend } from "./tokens.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"];
-const $ = (id) => document.getElementById(id);
-const isChat = () => $("mode").value === "chat";
+const SAVE_INTERVAL = 3000; // milliseconds, while an answer comes
+const TITLE_CHARACTERS = 60;
+const NARROW = matchMedia("(max-width: 56rem)"); // as in page.css
+
+let conversation = newConversation();
+let running = null; // the AbortController of what runs
+let ended = Promise.resolve(); // when all that ran has ended
+let saving = null; // the timer of the next save
+
+const page = {
+  defaults: { max_tokens: null },
+  contextSize: null,
+  get model() {
+    return $("model").value;
+  },
+  get view() {
+    return $("view").value;
+  },
+  get isChat() {
+    return $("mode").value === "chat";
+  },
+  get isRunning() {
+    return running !== null;
+  },
+  run,
+  changed: () => (saving ??= setTimeout(saveNow, running ? SAVE_INTERVAL : 0)),
+  settingsChanged: saveSettings,
+};
+const panes = [new Pane("A", page), new Pane("B", page)];
+const shownPanes = () => ($("compare").checked ? panes : panes.slice(0, 1));
+const history_ = new History({
+  get id() {
+    return conversation.id;
+  },
+  open,
+  renamed: (title) => (conversation.title = title),
+  notify,
+});
 
 function notify(text) {
-  $("notice").textContent = text;
+  $("notice-text").textContent = text;
   $("notice").hidden = !text;
 }
 
-class Pane {
-  constructor(name) {
-    this.name = name;
-    this.turns = []; // { message, answer, elements }
-    this.element = $("pane").content.firstElementChild.cloneNode(true);
-    this.settings = this.element.querySelector(".settings");
-    this.transcript = this.element.querySelector(".transcript");
-    this.element.querySelector("h2").textContent = `Settings ${name}`;
-    this.transcript.setAttribute("aria-label", `Conversation ${name}`);
-    this.settings.addEventListener("submit", (event) => event.preventDefault());
-  }
-
-  clear() {
-    this.turns = [];
-    this.transcript.replaceChildren();
-  }
-
-  get numAlternatives() {
-    return Number(this.settings.elements.alternatives.value);
-  }
-
-  /** Returns the sampling fields of a body; raises Error with the pane's name. */
-  fields() {
-    if (!this.settings.reportValidity()) throw new Error(`Settings ${this.name}: a value is not allowed`);
-    const value = (name) => this.settings.elements[name].value.trim();
-    const fields = Object.fromEntries(NUMBERS.filter(value).map((name) => [name, Number(value(name))]));
-    if (value("seed")) fields.seed = value("seed");
-    const stop = this.settings.elements.stop.value;
-    if (stop) fields.stop = stop;
-    if (value("json_schema")) {
-      try {
-        JSON.parse(value("json_schema"));
-      } catch (error) {
-        throw new Error(`Settings ${this.name}: the schema is not JSON: ${error.message}`);
-      }
-      fields.json_schema = value("json_schema"); // as text, so that large numbers stay as they are
-    }
-    return fields;
-  }
-
-  async send(text, signal) {
-    const fields = this.fields();
-    const before = [...this.turns];
-    const message = document.createElement("div");
-    message.className = "message";
-    message.textContent = text;
-    const turn = { message: text, answer: null, elements: [message] };
-    this.transcript.append(message);
-    this.turns.push(turn);
-    const answer = this.#newAnswer(turn, `Answer ${this.turns.length}`);
-    if (isChat()) {
-      const system = this.settings.elements.system.value.trim();
-      const messages = system ? [{ role: "system", content: system }] : [];
-      for (const turn of before) {
-        messages.push({ role: "user", content: turn.message }, { role: "assistant", content: turn.answer.content });
-      }
-      messages.push({ role: "user", content: text });
-      const asks = { logprobs: true, top_logprobs: this.numAlternatives };
-      await this.#receive(answer, "/v1/chat/completions", () => ({ messages, ...asks, ...fields }), signal);
-      return;
-    }
-    const whole = before.map((turn) => turn.message + turn.answer.content).join("") + text;
-    await this.#receive(answer, "/v1/completions", async () => {
-      answer.promptIds = (await postJson("/tokenize", { prompt: whole })).tokens;
-      return { prompt: answer.promptIds, logprobs: this.numAlternatives, ...fields };
-    }, signal);
-  }
-
-  /** Answers anew from before a token. A structure and a seed begin with an answer, so a fork has neither. */
-  async fork(original, index, signal) {
-    const { json_schema: schema, seed, ...fields } = this.fields();
-    const at = this.turns.findIndex((turn) => turn.answer === original || turn.left?.includes(original));
-    const turn = this.turns[at];
-    for (const later of this.turns.splice(at + 1)) for (const element of later.elements) element.remove();
-    turn.left = [...(turn.left ?? []), turn.answer];
-    turn.answer.element.classList.add("left");
-    const title = `Fork of token ${index + 1}${schema ? ", without the schema" : ""}`;
-    const answer = this.#newAnswer(turn, title, original.tokens.slice(0, index));
-    answer.promptIds = original.promptIds;
-    answer.addText(...original.textOf(index));
-    const prompt = [...original.promptIds, ...answer.tokens.map((token) => token.id)];
-    const body = { prompt, logprobs: this.numAlternatives, ...fields };
-    await this.#receive(answer, "/v1/completions", () => body, signal);
-  }
-
-  #newAnswer(turn, title, kept) {
-    const answer = new Answer(title, (original, index) => run((signal) => this.fork(original, index, signal)), kept);
-    turn.answer = answer;
-    turn.elements.push(answer.element);
-    this.transcript.insertBefore(answer.element, turn.elements.at(-2).nextSibling);
-    return answer;
-  }
-
-  async #receive(answer, path, body, signal) {
-    let reason = "stopped";
-    try {
-      const asks = { model: $("model").value, return_token_ids: true };
-      for await (const chunk of stream(path, { ...asks, ...(await body()) }, signal)) {
-        answer.promptIds ??= chunk.prompt_token_ids ?? null;
-        for (const choice of chunk.choices) {
-          const isAtEnd = this.transcript.scrollHeight - this.transcript.scrollTop - this.transcript.clientHeight < 40;
-          answer.addText(choice.delta?.content ?? choice.text, choice.delta?.reasoning_content);
-          answer.addTokens(choice.token_ids, choice.logprobs);
-          answer.seed = choice.seed ?? answer.seed;
-          reason = choice.engine_finish_reason ?? reason;
-          if (isAtEnd) this.transcript.scrollTop = this.transcript.scrollHeight;
-        }
-      }
-      answer.end(reason);
-    } catch (error) {
-      if (signal.aborted) answer.end("stopped");
-      else {
-        answer.end(error.message, true);
-        this.turns = this.turns.filter((turn) => turn.answer !== answer); // the next message goes without it
-        throw error;
-      }
-    }
-  }
-}
-
-const panes = [new Pane("A"), new Pane("B")];
-const shownPanes = () => ($("compare").checked ? panes : panes.slice(0, 1));
-let running = null; // the AbortController of what runs
-
-/** Runs requests of some panes, until they end or are stopped. */
+/** Runs requests of some panes, which return if they succeed, until they end or are stopped. */
 async function run(work) {
   if (running) return;
-  running = new AbortController();
   notify("");
-  $("send").disabled = true;
-  $("stop").disabled = false;
-  $("state").textContent = "Answering…";
-  const results = await Promise.allSettled([work(running.signal)].flat());
+  try {
+    for (const pane of shownPanes()) pane.settings.check();
+  } catch (error) {
+    notify(error.message);
+    return;
+  }
+  running = new AbortController();
+  showState("Answering…");
+  ended = finish([work(running.signal)].flat());
+  saveNow();
+  await ended;
+}
+
+async function finish(answers) {
+  const results = await Promise.allSettled(answers);
   const failed = results.find((result) => result.status === "rejected");
   if (failed) notify(failed.reason.message);
-  $("state").textContent = running.signal.aborted ? "Stopped." : failed ? "Failed." : "Done.";
+  const isDone = results.every((result) => result.value);
+  const state = running.signal.aborted ? "Stopped." : isDone ? "Done." : "Failed.";
   running = null;
-  $("send").disabled = false;
-  $("stop").disabled = true;
+  showState(state);
+  await saveNow();
+}
+
+function showState(state) {
+  document.body.classList.toggle("running", page.isRunning);
+  document.body.classList.toggle("empty", shownPanes().every((pane) => pane.isEmpty));
+  $("send").hidden = page.isRunning;
+  $("stop").hidden = !page.isRunning;
+  $("state").textContent = state;
+}
+
+function send() {
+  const text = $("prompt").value;
+  if (!text.trim() || running) return;
+  run((signal) => {
+    $("prompt").value = "";
+    fitPrompt();
+    if (!conversation.title) conversation.title = text.trim().replace(/\s+/g, " ").slice(0, TITLE_CHARACTERS);
+    conversation.mode = $("mode").value;
+    document.body.classList.remove("empty");
+    return shownPanes().map((pane) => pane.send(text, signal));
+  });
+}
+
+/** Opens a conversation, and stops what runs in the one before. */
+async function open(opened) {
+  if (!opened) return;
+  running?.abort();
+  await ended;
+  notify("");
+  conversation = opened;
+  eachAnswer(conversation, (answer) => (answer.end ??= "stopped")); // the page was left while it came
+  if (opened.title) $("mode").value = opened.mode;
+  panes.forEach((pane, index) => pane.open(opened.roots[index]));
+  history.replaceState(null, "", opened.title ? `#${opened.id}` : location.pathname);
+  document.title = opened.title ? `${opened.title} · jaxinfer` : "jaxinfer";
+  if (opened.roots[1].items.length) $("compare").checked = true;
+  showPanes();
+  if (NARROW.matches) showDrawer("history", false);
+  showHistory();
+  $("prompt").focus();
+}
+
+async function saveNow() {
+  clearTimeout(saving);
+  saving = null;
+  if (!conversation.title) return;
+  try {
+    await store.save(conversation);
+  } catch (error) {
+    notify(`The conversation is not kept in this browser: ${error.message}`);
+    return;
+  }
+  history.replaceState(null, "", `#${conversation.id}`);
+  document.title = `${conversation.title} · jaxinfer`;
+  await showHistory();
+}
+
+const showHistory = () => history_.show().catch((error) => notify(`No conversations are kept: ${error.message}`));
+
+function saveSettings() {
+  const [model, view, compare] = [page.model, page.view, $("compare").checked];
+  store.saveSettings({ model, view, compare, panes: panes.map((pane) => pane.settings.values) });
+}
+
+function loadSettings() {
+  const settings = store.loadSettings();
+  if (settings.view) $("view").value = settings.view;
+  $("compare").checked = settings.compare === true;
+  panes.forEach((pane, index) => (pane.settings.values = settings.panes?.[index]));
 }
 
 function showPanes() {
   $("panes").replaceChildren(...shownPanes().map((pane) => pane.element));
+  document.body.classList.toggle("comparing", $("compare").checked);
+  panes[1].settings.element.hidden = !$("compare").checked;
+  showState($("state").textContent);
 }
 
-$("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = $("prompt").value;
-  if (!text.trim() || running) return;
-  try {
-    for (const pane of shownPanes()) pane.fields();
-  } catch (error) {
-    notify(error.message);
-    return;
+function showView() {
+  document.body.dataset.view = page.view;
+  for (const pane of panes) if (pane.root) pane.showAnswers();
+}
+
+function showDrawer(name, isOpen) {
+  $(name).hidden = !isOpen;
+  $(`show-${name}`).setAttribute("aria-expanded", isOpen);
+  if (isOpen && NARROW.matches) {
+    const other = name === "history" ? "settings" : "history";
+    showDrawer(other, false);
+    $(name).querySelector("button, select, input").focus();
   }
-  $("prompt").value = "";
-  run((signal) => shownPanes().map((pane) => pane.send(text, signal)));
-});
-$("prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  $("composer").requestSubmit();
-});
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") running?.abort();
-});
-$("stop").addEventListener("click", () => running?.abort());
-$("clear").addEventListener("click", () => {
-  running?.abort();
-  for (const pane of panes) pane.clear();
-  $("prompt").focus();
-});
-$("compare").addEventListener("change", showPanes);
-$("show-tokens").addEventListener("change", () =>
-  $("panes").classList.toggle("show-tokens", $("show-tokens").checked));
+}
+
+/** Closes the drawers that lie over a narrow page; returns true if there was one. */
+function closeDrawers() {
+  const open = ["history", "settings"].filter((name) => NARROW.matches && !$(name).hidden);
+  for (const name of open) {
+    showDrawer(name, false);
+    $(`show-${name}`).focus();
+  }
+  return open.length > 0;
+}
+
+/** Lets the field grow with its text, to a third of the window. */
+function fitPrompt() {
+  $("prompt").style.height = "auto";
+  $("prompt").style.height = `${Math.min($("prompt").scrollHeight + 2, innerHeight / 3)}px`;
+}
+
+function listen() {
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  $("prompt").addEventListener("input", fitPrompt);
+  $("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "ArrowUp" && !$("prompt").value) panes[0].editLast();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    $("composer").requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !closeDrawers()) running?.abort();
+  });
+  $("stop").addEventListener("click", () => running?.abort());
+  $("new").addEventListener("click", () => open(newConversation()));
+  $("dismiss").addEventListener("click", () => notify(""));
+  $("shade").addEventListener("click", closeDrawers);
+  for (const name of ["history", "settings"]) {
+    $(`show-${name}`).addEventListener("click", () => showDrawer(name, $(name).hidden));
+    $(`close-${name}`).addEventListener("click", () => {
+      showDrawer(name, false);
+      $(`show-${name}`).focus();
+    });
+  }
+  $("model").addEventListener("change", saveSettings);
+  for (const [id, show] of [["compare", showPanes], ["view", showView]]) {
+    $(id).addEventListener("change", () => (show(), saveSettings()));
+  }
+  addEventListener("hashchange", openAddressed);
+}
+
+/** Opens the conversation that the address names, or a new one. */
+async function openAddressed() {
+  const id = location.hash.slice(1);
+  if (id && id === conversation.id) return;
+  const found = id ? await store.load(id).catch(() => null) : null;
+  await open(found ?? newConversation());
+}
+
+async function readModel() {
+  const { data } = await getJson("/v1/models");
+  const { model: chosen } = store.loadSettings();
+  $("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
+  const model = await getJson("/page/model");
+  [page.defaults, page.contextSize] = [model.defaults, model.max_model_len];
+  if (!model.renders_markdown) switchOff();
+  for (const pane of panes) pane.settings.showDefaults(model.defaults);
+}
 
 async function begin() {
-  showPanes();
-  $("panes").classList.toggle("show-tokens", $("show-tokens").checked);
+  for (const pane of panes) $("forms").append(pane.settings.element);
+  loadSettings();
+  showLegend($("legend"));
+  showDrawer("history", !NARROW.matches);
+  listen();
   watch($("live"));
+  showPanes();
   try {
-    const { data } = await getJson("/v1/models");
-    $("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
+    await readModel();
   } catch (error) {
     notify(error.message);
     return;
   }
+  showView();
+  const refusal = await chatRefusal();
+  await openAddressed(); // and last, the focus, which from then on is the reader's
+  if (refusal) {
+    $("mode").value = "text";
+    notify(`No chat with this model, so the mode is plain text, which the model continues: ${refusal}`);
+  }
+}
+
+/** Returns why the model takes no conversations; null if it does. */
+async function chatRefusal() {
   try {
     await postJson("/tokenize", { messages: [{ role: "user", content: "a" }] });
+    return null;
   } catch (error) {
-    $("mode").value = "text";
-    notify(`No chat with this model, so the mode is plain text, which the model continues: ${error.message}`);
+    return error.message;
   }
-  $("prompt").focus();
 }
 
 begin();
