@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxinfer.capacity.compiler import CompiledStep, Request, compile_steps, require_compiler
+from jaxinfer.capacity.compiler import SLICES, CompiledStep, Request, compile_steps, require_compiler
 from jaxinfer.capacity.devices import Chip, Devices
-from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, step_figures
-from jaxinfer.checkpoint import open_checkpoint
-from jaxinfer.checkpoint.published import published_config
+from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, prompt_seconds, step_figures
+from jaxinfer.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.checkpoint.formats.described import DescribedCheckpoint
+from jaxinfer.checkpoint.huggingface import read_json
+from jaxinfer.checkpoint.published import published_checkpoint
 from jaxinfer.config import PLANNED_FIELDS, CacheConfig, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
 from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
@@ -31,9 +32,8 @@ from jaxinfer.engine.execution.memory_plan import (
 from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_rows, plan_buckets
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params, over_mesh
-from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.parallel.placement import Placement, refuse_undivided
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from jaxinfer.validation import shown
@@ -47,7 +47,9 @@ class Layout:
     * `memory`: the plan of each device; None if the model cannot be split so.
     * `num_tokens`: that all pages hold.
     * `num_rows`: of a decode step, if each row has `DeploymentPlan.context` tokens.
-    * `decode`, `prefill`: a step of these rows, and one of a prompt of the most tokens of a step.
+    * `decode`, `decode_alone`: a step of these rows, and of one row.
+    * `prefill`: a step of a prompt of the most tokens of a step.
+    * `first_token_seconds`: the steps of a prompt of `DeploymentPlan.prompt` tokens that runs alone.
     """
 
     tensor: int
@@ -57,32 +59,71 @@ class Layout:
     num_tokens: int = 0
     num_rows: int = 0
     decode: StepFigures | None = None
+    decode_alone: StepFigures | None = None
     prefill: StepFigures | None = None
+    first_token_seconds: float | None = None
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.experts
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all rows, in three digits: smaller differences are not the roofline's to tell."""
+        return 0.0 if self.decode is None else float(f"{self.decode.tokens_per_second:.3g}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeploymentPlan:
-    """The ways to run a model on some devices. `layouts` has every split of it, the one that decodes fastest first."""
+    """The ways to run a model on some devices. `layouts` has every split of it, the one that decodes fastest first.
+
+    * `packing`: the format in which the checkpoint's weights are packed; None if they are floating point.
+    * `checkpoint_bytes`: of the weights as they are stored, which a load reads.
+    * `usable_bytes`: of each device, for all that the engine has there.
+    * `context`, `prompt`: tokens of each row of a decode step, and of the prompt whose first token is timed.
+    """
 
     model: str
     dtype: str
+    packing: str | None
     num_parameters: int
+    checkpoint_bytes: int
     devices: Devices
-    context: int  # tokens of each row of a decode step
+    usable_bytes: int
+    context: int
+    prompt: int
     layouts: tuple[Layout, ...]
 
     @property
     def best(self) -> Layout | None:
-        """The layout that fits and decodes most tokens a second by the roofline; None if none fits."""
+        """The layout that fits and decodes most tokens a second by the roofline; None if none fits.
+
+        Of those that are equally fast it has the fewest devices, then the fewest groups of experts.
+        """
         return next((layout for layout in self.layouts if layout.refusal is None), None)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
-        return asdict(self)
+        values, chip = asdict(self), self.devices.chip
+        values["devices"]["chip"]["sheet"] = chip.sheet._asdict()
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """A model with the limits, the device and the lengths for which each of its layouts is planned.
+
+    * `model`: its layers in stacks that a scan can have.
+    * `weights`: the abstract parameters of the model on some mesh, in floating point and as they lie on the device.
+    """
+
+    model: ModelConfig
+    weights: Callable[[ModelConfig], tuple[Params, Params]]
+    config: EngineConfig
+    chip: Chip
+    dtype: str
+    context: int
+    prompt: int
 
 
 def plan_deployment(
@@ -92,36 +133,49 @@ def plan_deployment(
     *,
     dtype: str | None = None,
     context: int | None = None,
+    prompt: int | None = None,
 ) -> DeploymentPlan:
     """Plans every split of a model over up to all of some devices. It needs no weights and none of the devices.
 
-    `model` is a name of `checkpoint.published`, a folder with a config.json, a GGUF file or a Hub id; of these only the
-    configuration is read, so the weights count in `dtype` or as `config.quantization` rounds them. None is the dtype
-    that an engine takes on such a device. A row has `context` tokens, 1,024 or all of a shorter request by default.
-    Raises ValueError for unknown models, for a `context` beyond the model's length, and for other fields of the
-    configuration than PLANNED_FIELDS.
+    `model` is a name of `checkpoint.published`, a folder with a config.json, a GGUF file or a Hub id. Weights that it
+    packs count as they lie on the device; the others in `dtype`, or as `config.quantization` rounds them. Without
+    weights, their format is that of config.json. None is the dtype that an engine takes on such a device. Devices
+    without a count are the fewest that hold the model. A row has `context` tokens and a prompt `prompt`, each 1,024 or
+    all of a shorter request by default. Raises ValueError for unknown models, for a `context` or `prompt` beyond the
+    model's length, for a quantization of packed weights, and for other fields of the configuration than PLANNED_FIELDS.
     """
     config = EngineConfig() if config is None else config
     for field in fields(EngineConfig):
         value = getattr(config, field.name)
         if field.name not in PLANNED_FIELDS and value != field.default:
             raise ValueError(f"{field.name}={shown(value)} is not planned; leave it out of the EngineConfig")
-    dtype = devices.chip.dtype if dtype is None else dtype
-    described = _described(model, config)
+    chip = devices.chip
+    dtype = chip.dtype if dtype is None else dtype
+    checkpoint = _described(model)
+    described = checkpoint.config.for_length(config.max_model_len)
     longest = resolve_max_model_len(described, config)
-    context = min(TOKENS_PER_ROW, longest) if context is None else context
-    if not 1 <= context <= longest:
-        raise ValueError(f"context={context} is not between 1 and the {longest} tokens of a request; give another")
-    layouts = [
-        _layout(described, config, devices.chip, dtype, context, tensor, experts)
-        for tensor, experts in _splits(described, devices.count)
-    ]
+    context, prompt = (_checked_length(name, n, longest) for name, n in (("context", context), ("prompt", prompt)))
+    described = described.regrouped(scan_sizes(described.layers, checkpoint.layers_packed_anew(described)))
+
+    @cache  # most meshes have one and the same
+    def weights(model: ModelConfig) -> tuple[Params, Params]:
+        options: dict[str, Any] = {"quantization": config.quantization, "is_packed": chip.platform != "tpu"}
+        return abstract_params(model, dtype), checkpoint.abstract_params(model, dtype, **options)
+
+    numbers, _ = weights(described)  # refuses a quantization of packed weights
+    lengths = {"context": context, "prompt": prompt}
+    question = _Question(model=described, weights=weights, config=config, chip=chip, dtype=dtype, **lengths)
+    count, layouts = _fewest(question, chip.counts if devices.count is None else (devices.count,))
     return DeploymentPlan(
         model=str(model),
         dtype=dtype,
-        num_parameters=num_elements(abstract_params(described, dtype)),
-        devices=devices,
+        packing=None if checkpoint.packing is None else checkpoint.packing["quant_method"],
+        num_parameters=num_elements(numbers),
+        checkpoint_bytes=num_bytes(checkpoint.abstract_params(described, dtype)),
+        devices=replace(devices, count=count),
+        usable_bytes=chip.usable_bytes if config.memory_bytes is None else config.memory_bytes,
         context=context,
+        prompt=prompt,
         layouts=tuple(sorted(layouts, key=_order)),
     )
 
@@ -137,37 +191,56 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
         raise ValueError(
             f"{plan.model} does not fit on {plan.devices}, so there is no step to compile; take more devices"
         )
-    require_compiler(plan.devices.name, chip.platform, layout.num_devices)
+    if chip.platform == "tpu" and chip.name not in SLICES:
+        known = ", ".join(SLICES)
+        raise ValueError(f"steps for a {chip.name} cannot be compiled without one; the TPUs that can are {known}")
+    require_compiler(chip.name, chip.platform, layout.num_devices)
     sizes = {EXPERTS_AXIS: layout.experts, MLP_AXIS: layout.tensor}
-    model = _described(plan.model, config)
+    checkpoint = _described(plan.model)
+    model = _grouped(checkpoint, checkpoint.config.for_length(config.max_model_len), chip)
     placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
     split, of_params = over_mesh(model, placement.mesh), layout.memory.resident_bytes
     limits, cache, _ = _plan_memory(split, config, plan.dtype, placement, of_params, chip)
+    options: dict[str, Any] = {"quantization": config.quantization, "is_packed": chip.platform != "tpu"}
     tokens = min(max_batched_tokens(limits), resolve_max_model_len(model, config))
     shared: dict[str, Any] = {
         "cache": replace(cache, num_pages=layout.memory.num_pages),
         "max_context": resolve_max_model_len(model, config),
         "dtype": plan.dtype,
-        "quantization": config.quantization,
+        "params": checkpoint.abstract_params(split, plan.dtype, **options),
         "num_rows": max_rows(limits),
     }
     steps = {
         "decode": {"step": "decode_step", "num_tokens": max_rows(limits), **shared},
         "prefill": {"step": "prefill_step", "num_tokens": tokens, **shared},
     }
-    return compile_steps(Request(chip=plan.devices.name, platform=chip.platform, axes=sizes, config=model, steps=steps))
+    return compile_steps(Request(chip=chip.name, platform=chip.platform, axes=sizes, config=model, steps=steps))
 
 
-def _described(model: str | Path, config: EngineConfig) -> ModelConfig:
+def _described(model: str | Path) -> Checkpoint:
+    """Returns a checkpoint whose tensors are known: from the headers of its files, or as config.json says."""
     name = str(model)
-    is_name = "/" not in name and not Path(name).exists()
-    described = published_config(name) if is_name else open_checkpoint(model, ["config.json"]).config
-    return described.for_length(config.max_model_len)
+    if "/" not in name and not Path(name).exists():
+        return published_checkpoint(name)
+    checkpoint = open_checkpoint(model, ["config.json"])
+    if checkpoint.packing is None or checkpoint.gguf is not None:
+        return checkpoint
+    try:
+        checkpoint.plan(checkpoint.config)
+    except ValueError:  # none are there, or not all
+        return DescribedCheckpoint(checkpoint.path, read_json(checkpoint.config_file))
+    return checkpoint
+
+
+def _checked_length(name: str, number: int | None, longest: int) -> int:
+    number = min(TOKENS_PER_ROW, longest) if number is None else number
+    if not 1 <= number <= longest:
+        raise ValueError(f"{name}={number} is not between 1 and the {longest} tokens of a request; give another")
+    return number
 
 
 def _order(layout: Layout) -> tuple[float, ...]:
-    rate = 0 if layout.decode is None else layout.decode.tokens_per_second
-    return (layout.refusal is not None, -rate, layout.num_devices, layout.experts)
+    return (layout.refusal is not None, -layout.rate, layout.num_devices, layout.experts)
 
 
 def _splits(config: ModelConfig, count: int) -> Iterator[tuple[int, int]]:
@@ -178,18 +251,25 @@ def _splits(config: ModelConfig, count: int) -> Iterator[tuple[int, int]]:
         yield from ((used // n, n) for n in divisors if used % n == 0 and (n == 1 or has_experts))
 
 
-def _layout(
-    model: ModelConfig, config: EngineConfig, chip: Chip, dtype: str, context: int, tensor: int, experts: int
-) -> Layout:
-    layout = Layout(tensor=tensor, experts=experts)
-    sizes = {EXPERTS_AXIS: experts, MLP_AXIS: tensor}
+def _fewest(question: _Question, counts: tuple[int, ...]) -> tuple[int, list[Layout]]:
+    """Returns the first number of devices on which a layout fits, else the last, and its layouts."""
+    count, layouts = 0, list[Layout]()
+    for count in counts:
+        layouts = [_layout(question, *split) for split in _splits(question.model, count)]
+        if any(layout.refusal is None for layout in layouts):
+            break
+    return count, layouts
+
+
+def _layout(question: _Question, tensor: int, experts: int) -> Layout:
+    layout, sizes = Layout(tensor=tensor, experts=experts), {EXPERTS_AXIS: experts, MLP_AXIS: tensor}
+    config, chip, dtype, context = question.config, question.chip, question.dtype, question.context
     # An abstract mesh has all that shardings ask for.
     placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
     try:
-        refuse_undivided(model, sizes)
-        model = over_mesh(model, placement.mesh)
-        numbers = placement.params(model, abstract_params(model, dtype))
-        params = placement.params(model, _stored(model, dtype, config.quantization, chip))
+        refuse_undivided(question.model, sizes)
+        model = over_mesh(question.model, placement.mesh)
+        numbers, params = (placement.params(model, tree) for tree in question.weights(model))
     except ValueError as error:
         return replace(layout, refusal=str(error))
     config, _, memory = _plan_memory(model, config, dtype, placement, num_bytes(params), chip)
@@ -216,22 +296,22 @@ def _layout(
     )
     figures = partial(step_figures, split, chip)
     rows = max(min(max_rows(config), layout.num_tokens // context), 1)
-    prompt = min(max_batched_tokens(config), resolve_max_model_len(model, config))
+    most = min(max_batched_tokens(config), resolve_max_model_len(model, config))
     return replace(
         layout,
         num_rows=rows,
         decode=figures(num_rows=rows, tokens_per_row=1, context=context),
-        prefill=figures(num_rows=1, tokens_per_row=prompt, context=prompt),
+        decode_alone=figures(num_rows=1, tokens_per_row=1, context=context),
+        prefill=figures(num_rows=1, tokens_per_row=most, context=most),
+        first_token_seconds=prompt_seconds(split, chip, num_tokens=question.prompt, max_step_tokens=most),
     )
 
 
-def _stored(config: ModelConfig, dtype: str, quantization: str | None, chip: Chip) -> Params:
-    """Returns the abstract parameters as they lie on a device of this kind."""
-    params = abstract_params(config, dtype)
-    if quantization is None:
-        return params
-    options: dict[str, Any] = {"quantization": quantization, "is_packed": chip.platform != "tpu"}
-    return jax.eval_shape(partial(quantize_weights, config=config, **options), params)
+def _grouped(checkpoint: Checkpoint, config: ModelConfig, chip: Chip) -> ModelConfig:
+    """Returns the model with its layers in stacks, as `load_checkpoint` has them on such a device."""
+    if chip.platform == "gpu":
+        return config.regrouped((1,) * config.num_layers)
+    return config.regrouped(scan_sizes(config.layers, checkpoint.layers_packed_anew(config)))
 
 
 def _plan_memory(

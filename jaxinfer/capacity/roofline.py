@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -65,15 +66,29 @@ class Split:
     def num_devices(self) -> int:
         return self.tensor * self.experts
 
+    @cached_property
+    def weights(self) -> tuple[_Weight, ...]:
+        return tuple(_weights(self))
+
     def num_parts(self, size: int) -> int:
         """Returns the number of devices that share heads or hidden units, see `TENSOR_PARALLEL_RULES`."""
         return self.num_devices if size % self.num_devices == 0 else self.tensor
 
 
+def prompt_seconds(split: Split, chip: Chip, *, num_tokens: int, max_step_tokens: int) -> float:
+    """Returns the seconds of the steps that compute a prompt, the last of which draws its first token."""
+    ends = [*range(max_step_tokens, num_tokens, max_step_tokens), num_tokens]
+    starts = [0, *ends[:-1]]
+    return sum(
+        step_figures(split, chip, num_rows=1, tokens_per_row=end - start, context=end).seconds
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
 def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int, context: int) -> StepFigures:
     """Returns the figures of a step in which each of B rows computes some tokens and ends at `context` tokens."""
     num_tokens = num_rows * tokens_per_row
-    weights = list(_weights(split))
+    weights = split.weights
     read = sum(w.num_bytes * w.part_read(num_tokens) for w in weights)
     read += num_rows * _bytes_of_row(split, context)
     flops = sum(2 * w.size * w.part * (num_rows if w.is_of_samples else num_tokens) for w in weights)
@@ -89,7 +104,7 @@ def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int
         flops=flops,
         num_collectives=len(groups),
         link_bytes=link_bytes,
-        seconds=max(reading, multiplying) + link_bytes / chip.link_bytes,
+        seconds=max(reading, multiplying) + link_bytes / (chip.link_bytes or math.inf),
         is_memory_bound=reading >= multiplying,
     )
 

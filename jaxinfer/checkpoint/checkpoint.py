@@ -90,19 +90,24 @@ class Checkpoint:
     @cached_property
     def config(self) -> ModelConfig:
         """The model. If its tensors are there too, they decide on its unembedding: its own, the embedding, or none."""
-        settings = self.settings
-        try:
-            config = self.family.config_from_hf(settings)
-            config = with_cache_scales(config) if has_cache_scales(self.packing) else config
-        except ValueError as error:
-            raise ValueError(f"{self.config_file}: {error}") from None
-        if is_backbone(settings):
-            return replace(config, has_logits=False)
+        config = self.stated_config
+        if is_backbone(self.settings):
+            return config
         try:
             stored = self.stored
         except ValueError:  # none are there, or `plan` says what is wrong with them
             return config
         return self._with_stored_unembedding(config, stored)
+
+    @property
+    def stated_config(self) -> ModelConfig:
+        """The model as config.json alone describes it."""
+        try:
+            config = self.family.config_from_hf(self.settings)
+            config = with_cache_scales(config) if has_cache_scales(self.packing) else config
+        except ValueError as error:
+            raise ValueError(f"{self.config_file}: {error}") from None
+        return replace(config, has_logits=False) if is_backbone(self.settings) else config
 
     @cached_property
     def gguf(self) -> GGUFFile | None:
@@ -258,16 +263,26 @@ class Checkpoint:
         """
         require_quantization(quantization)
         config = over_mesh(self._grouped_config(), mesh)
+        options: dict[str, Any] = {"quantization": quantization, "is_packed": packs_integers()}
+        return self.abstract_params(config, dtype, **options), config
+
+    def abstract_params(
+        self, config: ModelConfig, dtype: str, *, quantization: str | None = None, is_packed: bool = True
+    ) -> Params:
+        """Returns a `jax.ShapeDtypeStruct` per tensor of a model that is `self.config` in any groups, on any mesh.
+
+        With `is_packed` two integers of 4 bits share a byte, as on all devices but a TPU.
+        """
         if self.packing is not None:
             self._refuse_both(quantization)
             plan, stored = self.plan(config)
-            shapes = partial(abstract, stored=stored, dtype=jnp.dtype(dtype), packs_integers=packs_integers())
-            return jax.tree.map(shapes, plan, is_leaf=_is_assembly), config
+            shapes = partial(abstract, stored=stored, dtype=jnp.dtype(dtype), packs_integers=is_packed)
+            return jax.tree.map(shapes, plan, is_leaf=_is_assembly)
         params = abstract_params(config, dtype)
-        if quantization is not None:
-            options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": packs_integers()}
-            params = jax.eval_shape(partial(quantize_weights, **options), params)
-        return params, config
+        if quantization is None:
+            return params
+        options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": is_packed}
+        return jax.eval_shape(partial(quantize_weights, **options), params)
 
     def layers_packed_anew(self, config: ModelConfig) -> list[int]:
         """Returns the layers packed in another way than the last equal one, with which a new stack must begin."""

@@ -34,7 +34,8 @@ VERSION = 3
 def save_params(path: str | Path, params: Params, config: ModelConfig) -> None:
     """Writes a checkpoint to a directory that holds none yet; returns when all of it is on disk.
 
-    Sharded parameters are written from where they are. Every process of a multi-process run has to call this.
+    Sharded parameters are written from where they are. Every process of a multi-process run has to call this. Raises
+    ValueError if the directory holds a checkpoint, or if the parameters are not those of `config`.
     """
     import orbax.checkpoint
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxinfer.checkpoint.families import family_of
+from jaxinfer.checkpoint.formats.described import DescribedCheckpoint
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.validation import shown
 
@@ -74,6 +75,58 @@ QWEN3_MOE = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# Of the models of July 2025 and later.
+QWEN3_MOE_LONG = {**QWEN3_MOE, "max_position_embeddings": 262144, "rope_theta": 1e7}
+QWEN3_30B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "moe_intermediate_size": 768,
+}
+QWEN3_235B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+QWEN3_5_27B = {
+    **QWEN3_5,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 48,
+}
+QWEN3_5_35B = {
+    **QWEN3_5,
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 GEMMA3 = {
     "model_type": "gemma3_text",
     "vocab_size": 262208,
@@ -84,6 +137,51 @@ GEMMA3 = {
     "rope_local_base_freq": 1e4,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "rms_norm_eps": 1e-6,
+}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+GLM4_MOE = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+GLM_4_5 = {
+    **GLM4_MOE,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 92,
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
 }
 MISTRAL = {
     "model_type": "mistral",
@@ -96,6 +194,13 @@ MISTRAL = {
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
     "tie_word_embeddings": False,
+}
+MISTRAL_24B = {
+    **MISTRAL,
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
 }
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 GPT_OSS = {
@@ -114,6 +219,42 @@ GPT_OSS = {
     "attention_bias": True,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+DEEPSEEK_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "quantization_config": DEEPSEEK_FP8,
 }
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Llama-3.2-1B": {
@@ -136,6 +277,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Llama-3.1-8B": {**LLAMA_8B, **LLAMA_LONG},
     "Llama-3-70B": LLAMA_70B,
     "Llama-3.1-70B": {**LLAMA_70B, **LLAMA_LONG},
+    "Llama-3.3-70B": {**LLAMA_70B, **LLAMA_LONG},
     "Llama-3.1-405B": {
         **LLAMA,
         **LLAMA_LONG,
@@ -170,6 +312,14 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    "Qwen3-1.7B": {
+        **QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "Qwen3-4B": {
         **QWEN3,
         "hidden_size": 2560,
@@ -199,21 +349,20 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 64,
         "num_attention_heads": 64,
     },
-    "Qwen3-30B-A3B": {
-        **QWEN3_MOE,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "moe_intermediate_size": 768,
-    },
-    "Qwen3-235B-A22B": {
-        **QWEN3_MOE,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "moe_intermediate_size": 1536,
+    "Qwen3-30B-A3B": {**QWEN3_MOE, **QWEN3_30B},
+    "Qwen3-30B-A3B-2507": {**QWEN3_MOE_LONG, **QWEN3_30B},
+    "Qwen3-Coder-30B-A3B": {**QWEN3_MOE_LONG, **QWEN3_30B},
+    "Qwen3-235B-A22B": {**QWEN3_MOE, **QWEN3_235B},
+    "Qwen3-235B-A22B-2507": {**QWEN3_MOE_LONG, **QWEN3_235B},
+    "Qwen3-Coder-480B-A35B": {
+        **QWEN3_MOE_LONG,
+        "hidden_size": 6144,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "num_experts": 160,
+        "moe_intermediate_size": 2560,
     },
     "Qwen3-Next-80B-A3B": {
         "model_type": "qwen3_next",
@@ -242,6 +391,33 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1e7,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
+    },
+    "Qwen3.5-0.8B": {
+        **QWEN3_5,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3.5-27B": QWEN3_5_27B,
+    "Qwen3.6-27B": QWEN3_5_27B,
+    "Qwen3.5-35B-A3B": QWEN3_5_35B,
+    "Qwen3.6-35B-A3B": QWEN3_5_35B,
+    "Qwen3.5-397B-A17B": {
+        **QWEN3_5,
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 4096,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 64,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
     },
     "Gemma-3-4B": {
         **GEMMA3,
@@ -273,20 +449,65 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "query_pre_attn_scalar": 168,
     },
+    "Gemma-4-E2B": {
+        **GEMMA4,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "sliding_window": 512,
+        "max_position_embeddings": 131072,
+        "attention_k_eq_v": False,
+    },
+    "Gemma-4-31B": {
+        **GEMMA4,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 60,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+    },
+    "Gemma-4-26B-A4B": {
+        **GEMMA4,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_hidden_layers": 30,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
+    "GLM-4.5": GLM_4_5,
+    "GLM-4.5-Air": {
+        **GLM4_MOE,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+    },
+    "GLM-4.6": {**GLM_4_5, "max_position_embeddings": 202752},
     "Mistral-7B": {
         **MISTRAL,
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
     },
-    "Mistral-Small-24B": {
-        **MISTRAL,
-        "vocab_size": 131072,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_hidden_layers": 40,
-        "rope_theta": 1e8,
-    },
+    "Mistral-Small-24B": {**MISTRAL_24B, "rope_theta": 1e8},
+    "Mistral-Small-3.2-24B": {**MISTRAL_24B, "rope_theta": 1e9, "max_position_embeddings": 131072},
     "Mixtral-8x7B": {
         **MISTRAL,
         "model_type": "mixtral",
@@ -324,41 +545,19 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "num_local_experts": 128,
         "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
-    "DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 163840,
-        "rope_theta": 10000.0,
-        "rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
+    **dict.fromkeys(("DeepSeek-V3", "DeepSeek-R1", "DeepSeek-V3.1"), DEEPSEEK_V3),
 }
 
 
 def published_config(name: str) -> ModelConfig:
     """Returns the description of one of PUBLISHED; upper and lower case are the same. Raises ValueError for others."""
-    by_lower = {known.lower(): settings for known, settings in PUBLISHED.items()}
-    settings = by_lower.get(name.lower())
-    if settings is None:
+    return published_checkpoint(name).config
+
+
+def published_checkpoint(name: str) -> DescribedCheckpoint:
+    """Returns one of PUBLISHED, packed as its publisher packs it; raises as `published_config` does."""
+    by_lower = {known.lower(): known for known in PUBLISHED}
+    known = by_lower.get(name.lower())
+    if known is None:
         raise ValueError(f"model {shown(name)} is not built in; give one of {', '.join(PUBLISHED)}")
-    return family_of(settings).config_from_hf(dict(settings))
+    return DescribedCheckpoint(Path(known), PUBLISHED[known])

@@ -31,6 +31,7 @@ INTEGERS = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
+NO_FILE = Path()
 FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
@@ -46,6 +47,24 @@ class StoredTensor:
     def map(self) -> np.ndarray:
         """Returns the tensor as a read-only view of the file; only what is then indexed is read."""
         return np.asarray(np.memmap(self.path, (DTYPES | INTEGERS | FLOAT8)[self.dtype], "r", self.offset, self.shape))
+
+
+@dataclass(frozen=True)
+class StatedTensor(StoredTensor):
+    """A tensor without a file, and its numbers if they follow from its shape."""
+
+    numbers: tuple[int, ...] | None = None
+
+    def map(self) -> np.ndarray:
+        """Returns its numbers; RuntimeError if they are not known."""
+        if self.numbers is None:
+            raise RuntimeError("the numbers of a tensor were asked for, of which only the shape is known")
+        return np.array(self.numbers, INTEGERS[self.dtype]).reshape(self.shape)
+
+
+def stated(dtype: str, *shape: int, numbers: tuple[int, ...] | None = None) -> StatedTensor:
+    """Returns a tensor of this type and shape, without a file."""
+    return StatedTensor(NO_FILE, dtype, shape, 0, numbers)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

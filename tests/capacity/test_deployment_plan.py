@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,8 @@ from jaxinfer.capacity import compiler
 from jaxinfer.capacity.devices import CHIPS, Devices, parse_devices
 from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
+from jaxinfer.plan.memory import num_bytes
+from jaxinfer.xla_options import MEMORY_FRACTION
 from kernels_pallas.device import data_sheet
 
 plan_deployment: Any = capacity.plan_deployment  # whose layouts may lack a plan
@@ -22,17 +27,38 @@ LLAMA = "Llama-3-8B"
 L, D, K, H, V, P = 32, 4096, 8, 128, 128256, 8_030_261_248
 
 
+def of(name: str, count: int | None) -> Devices:
+    return Devices(CHIPS[name], count)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("v6e-8", Devices("v6e", 8)),
-        ("H200x4", Devices("H200", 4)),
-        ("h200 x 4", Devices("H200", 4)),
-        ("A100-80GB", Devices("A100-80GB", 1)),
-        ("a100-80gb-2", Devices("A100-80GB", 2)),
-        ("L4", Devices("L4", 1)),
-        ("v5p-64", Devices("v5p", 32)),  # of two cores each
-        ("v5p", Devices("v5p", 1)),
+        ("v6e-8", of("v6e", 8)),
+        ("H200x4", of("H200", 4)),
+        ("h200 x 4", of("H200", 4)),
+        ("A100-80GB", of("A100-80GB", None)),
+        ("a100-80gb-2", of("A100-80GB", 2)),
+        ("L4", of("L4", None)),  # as few as hold the model
+        ("A100-80GB x 1", of("A100-80GB", 1)),
+        ("v5p-64", of("v5p", 32)),  # of two cores each
+        ("4xv5p", of("v5p", 4)),
+        ("v5p", of("v5p", None)),
+        ("v4-8", of("v4", 4)),
+        ("4xH100", of("H100", 4)),
+        ("H100x4", of("H100", 4)),
+        ("v5litepod-8", of("v5e", 8)),
+        ("v5e-8", of("v5e", 8)),
+        ("tpu v6e-4", of("v6e", 4)),
+        ("Ironwood-8", of("tpu7x", 8)),
+        ("A100-40", of("A100", None)),
+        ("A100-80", of("A100-80GB", None)),
+        ("A10Gx4", of("A10G", 4)),
+        ("RTX 3090", of("RTX3090", None)),
+        ("NVIDIA GeForce RTX 4090", of("RTX4090", None)),
+        ("2 x RTX 5090", of("RTX5090", 2)),
+        ("rtx-pro-6000", of("RTXPRO6000", None)),
+        ("L40S-2", of("L40S", 2)),
     ],
 )
 def test_names_of_devices_are_those_of_clouds(name, expected):
@@ -45,12 +71,115 @@ def test_an_unknown_device_is_refused_with_those_that_are_known(name):
         parse_devices(name)
 
 
-def test_every_chip_has_a_data_sheet():
-    assert all(data_sheet(chip.kind) is not None for chip in CHIPS.values())
+def test_chips_have_the_data_sheets_by_which_kernels_are_planned():
+    assert all(data_sheet(chip.kind) in (None, chip.sheet) for chip in CHIPS.values())
+
+
+OWN = {"memory_bytes": 192e9, "bandwidth": 5.3e12, "flops": 1.3e15}
+
+
+def test_any_other_device_is_planned_by_its_own_figures():
+    config = EngineConfig(max_num_seqs=32, memory_bytes=192_000_000_000)
+
+    plan = plan_deployment(LLAMA, parse_devices("MI300X", **OWN), config)
+
+    assert (plan.devices.count, plan.usable_bytes) == (1, 192_000_000_000)
+    assert plan.best.decode.seconds == pytest.approx(plan.best.decode.bytes_read / 5.3e12)
+    assert parse_devices("MI300Xx8", **OWN, link_bytes=4.5e11).count == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "rates", "message"),
+    [
+        ("MI300X", {"memory_bytes": 192e9}, "--memory-bytes, --bandwidth and --flops"),
+        ("MI300X-8", OWN, "--link-bandwidth"),
+        ("H100", {"bandwidth": 0.0}, "bandwidth=0.0 is not a positive number"),
+        ("H100", {"flops": float("nan")}, "flops=nan is not a positive number"),
+    ],
+)
+def test_figures_that_are_missing_or_none_are_refused(name, rates, message):
+    with pytest.raises(ValueError, match=message):
+        parse_devices(name, **rates)
+
+
+def test_other_rates_of_a_known_device_are_honoured_and_not_measured():
+    pcie = parse_devices("H200x2", bandwidth=2.0e12, link_bytes=3.2e10).chip
+
+    assert (pcie.sheet.bandwidth, pcie.sheet.flops, pcie.link_bytes) == (2.0e12, 989e12, 3.2e10)
+    assert pcie.measured is None
+
+
+def test_devices_without_a_number_are_the_fewest_that_hold_the_model():
+    plans = [plan_deployment("Qwen3-30B-A3B", parse_devices(name)) for name in ("v6e", "v6e-1", "RTX 4090")]
+
+    found, one, small = plans
+    assert (found.devices.count, one.best) == (4, None)  # slices have 1, 4, 8, … chips
+    assert small.devices.count == 4
+    assert plan_deployment("Llama-3.1-405B", parse_devices("T4")).best is None
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "gigabytes"),
+    [("GPT-OSS-120B", "H100x1", 65.2), ("GPT-OSS-120B", "H200x1", 65.2), ("DeepSeek-V3", "H200x8", 85.2)],
+)
+def test_models_that_are_published_packed_fit_where_they_are_known_to_run(model, device, gigabytes):
+    plan = plan_deployment(model, parse_devices(device))
+
+    assert plan.best.num_devices == plan.devices.count
+    assert plan.best.memory.resident_bytes / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert plan.best.memory.total_bytes <= MEMORY_FRACTION * plan.devices.chip.memory_bytes
+
+
+def test_packed_weights_are_not_rounded_again():
+    with pytest.raises(
+        ValueError, match=r"quantization='int4' does not go with GPT-OSS-20B, .* by mxfp4; leave it out"
+    ):
+        plan_deployment("GPT-OSS-20B", parse_devices("L4"), EngineConfig(quantization="int4"))
+
+
+def test_a_long_prompt_takes_the_steps_of_its_parts():
+    config = EngineConfig(max_num_batched_tokens=512)
+    whole = plan_deployment(LLAMA, of("H200", 1), EngineConfig(max_num_batched_tokens=2048), prompt=2048).best
+    parts = plan_deployment(LLAMA, of("H200", 1), config, prompt=2048).best
+
+    assert whole.first_token_seconds == pytest.approx(whole.prefill.seconds)
+    # Each of four steps also draws a token.
+    assert parts.first_token_seconds == pytest.approx(whole.first_token_seconds, rel=0.01)
+    with pytest.raises(ValueError, match="prompt=9000 is not between 1 and the 8192 tokens"):
+        plan_deployment(LLAMA, of("H200", 1), prompt=9000)
+
+
+def test_the_answer_is_a_bound_and_its_measured_part():
+    plan = plan_deployment(LLAMA, of("H200", 2), EngineConfig(max_num_seqs=32), context=2048)
+
+    found = capacity.answer(plan, num_replicas=3, price=4.0, load_bytes_per_second=2e9)
+
+    assert found is not None
+    assert found.expected is not None
+    rows, seconds = 32, plan.best.decode.seconds
+    assert found.num_users == 3 * rows
+    assert found.bound.tokens_per_second_all == pytest.approx(3 * rows / seconds)
+    assert found.bound.tokens_per_second_each == pytest.approx(1 / seconds)
+    assert found.bound.tokens_per_second_alone == pytest.approx(1 / plan.best.decode_alone.seconds)
+    assert found.expected.tokens_per_second_all == pytest.approx(0.6 * 3 * rows / seconds)
+    assert found.expected.first_token_seconds == pytest.approx(plan.best.first_token_seconds / 0.53)
+    assert found.dollars_per_hour == 4.0 * 6
+    assert found.bound.dollars_per_million_tokens == pytest.approx(24 / (3600 * 3 * rows / seconds) * 1e6)
+    assert found.load_seconds == pytest.approx(2 * P / 2e9)
+    for options in ({"price": -1.0}, {"load_bytes_per_second": 0.0}):
+        with pytest.raises(ValueError, match="is not allowed"):
+            capacity.answer(plan, **options)
+
+
+def test_nothing_is_expected_of_devices_that_were_not_measured():
+    found = capacity.answer(plan_deployment(LLAMA, of("H100", 1)))
+
+    assert found is not None
+    assert (found.expected, found.dollars_per_hour, found.compile_seconds) == (None, None, None)
 
 
 def test_a_step_of_a_dense_model_takes_what_the_formula_says():
-    plan = plan_deployment(LLAMA, Devices("H200", 1), EngineConfig(max_num_seqs=32), context=2048)
+    plan = plan_deployment(LLAMA, of("H200", 1), EngineConfig(max_num_seqs=32), context=2048)
 
     (layout,) = plan.layouts
     decode = layout.decode
@@ -66,7 +195,7 @@ def test_a_step_of_a_dense_model_takes_what_the_formula_says():
 
 
 def test_a_prompt_multiplies_longer_than_it_reads():
-    (layout,) = plan_deployment(LLAMA, Devices("H200", 1), EngineConfig(max_num_batched_tokens=2048)).layouts
+    (layout,) = plan_deployment(LLAMA, of("H200", 1), EngineConfig(max_num_batched_tokens=2048)).layouts
 
     prefill = layout.prefill
 
@@ -78,7 +207,7 @@ def test_a_prompt_multiplies_longer_than_it_reads():
 
 
 def test_a_split_model_sends_two_sums_a_layer():
-    plan = plan_deployment(LLAMA, Devices("v6e", 4), EngineConfig(max_num_seqs=64))
+    plan = plan_deployment(LLAMA, of("v6e", 4), EngineConfig(max_num_seqs=64))
 
     layout = next(layout for layout in plan.layouts if layout.tensor == 4)
 
@@ -89,7 +218,7 @@ def test_a_split_model_sends_two_sums_a_layer():
 
 def test_random_routing_reaches_the_experts_that_a_step_is_said_to_read():
     rows = 16
-    plan = plan_deployment("Qwen3-30B-A3B", Devices("H200", 1), EngineConfig(max_num_seqs=rows), context=1)
+    plan = plan_deployment("Qwen3-30B-A3B", of("H200", 1), EngineConfig(max_num_seqs=rows), context=1)
     (layout,) = plan.layouts
     # 48 layers of 128 experts of 3 * 2048 * 768 weights, of which a token takes 8.
     experts, whole = 48 * 128 * 3 * 2048 * 768, 30_532_122_624
@@ -119,10 +248,10 @@ def test_what_fits_stays_within_the_memory_of_a_device(model, device):
 
 def test_weights_and_keys_in_8_bits_take_half():
     config = EngineConfig(max_num_seqs=32, max_model_len=4096)
-    (full,) = plan_deployment("Qwen3-0.6B", Devices("L4", 1), config).layouts
+    (full,) = plan_deployment("Qwen3-0.6B", of("L4", 1), config).layouts
 
     narrow = EngineConfig(max_num_seqs=32, max_model_len=4096, quantization="int8", cache_dtype="fp8")
-    (half,) = plan_deployment("Qwen3-0.6B", Devices("L4", 1), narrow).layouts
+    (half,) = plan_deployment("Qwen3-0.6B", of("L4", 1), narrow).layouts
 
     assert half.memory.page_bytes == pytest.approx(full.memory.page_bytes / 2, rel=0.01)  # token ids stay
     embedding = 2 * 151936 * 1024
@@ -131,7 +260,7 @@ def test_weights_and_keys_in_8_bits_take_half():
 
 
 def test_what_a_mesh_cannot_divide_is_refused_with_its_size():
-    plan = plan_deployment("Qwen2.5-7B", Devices("v6e", 8))
+    plan = plan_deployment("Qwen2.5-7B", of("v6e", 8))
 
     refused = next(layout for layout in plan.layouts if layout.tensor == 8)
 
@@ -140,7 +269,7 @@ def test_what_a_mesh_cannot_divide_is_refused_with_its_size():
 
 
 def test_each_device_has_a_whole_kv_head_if_there_are_fewer_heads_than_devices():
-    plan = plan_deployment("Qwen3-30B-A3B", Devices("v6e", 8))
+    plan = plan_deployment("Qwen3-30B-A3B", of("v6e", 8))
 
     four, eight = (next(layout for layout in plan.layouts if layout.tensor == tensor) for tensor in (4, 8))
 
@@ -150,7 +279,7 @@ def test_each_device_has_a_whole_kv_head_if_there_are_fewer_heads_than_devices()
 
 
 def test_devices_of_different_experts_share_heads_and_pages():
-    plan = plan_deployment("GPT-OSS-120B", Devices("v6e", 16), EngineConfig(max_num_seqs=32))
+    plan = plan_deployment("GPT-OSS-120B", of("v6e", 16), EngineConfig(max_num_seqs=32))
 
     layouts = {(layout.tensor, layout.experts): layout for layout in plan.layouts}
     eight, both = layouts[8, 1], layouts[2, 8]
@@ -166,53 +295,92 @@ def test_devices_of_different_experts_share_heads_and_pages():
 def test_a_split_whose_pages_do_not_hold_a_row_is_refused():
     tight = EngineConfig(max_num_seqs=1, memory_bytes=17_400_000_000)
 
-    (layout,) = plan_deployment(LLAMA, Devices("H200", 1), tight, context=8000).layouts
+    (layout,) = plan_deployment(LLAMA, of("H200", 1), tight, context=8000).layouts
 
     assert layout.refusal.endswith("fewer than the 8,000 of a row")
 
 
 def test_rows_of_shorter_requests_have_all_their_tokens():
-    plan = plan_deployment(LLAMA, Devices("T4", 1), EngineConfig(max_model_len=512, quantization="int4"))
+    plan = plan_deployment(LLAMA, of("T4", 1), EngineConfig(max_model_len=512, quantization="int4"))
 
     assert (plan.context, plan.dtype) == (512, "float16")  # which a T4 multiplies natively
 
 
 def test_what_is_not_planned_is_refused():
     with pytest.raises(ValueError, match="max_adapters=4 is not planned"):
-        plan_deployment(LLAMA, Devices("H200", 1), EngineConfig(max_adapters=4))
+        plan_deployment(LLAMA, of("H200", 1), EngineConfig(max_adapters=4))
 
 
 def test_a_context_beyond_the_model_is_refused():
     with pytest.raises(ValueError, match="context=9000 is not between 1 and the 8192 tokens"):
-        plan_deployment(LLAMA, Devices("H200", 1), context=9000)
+        plan_deployment(LLAMA, of("H200", 1), context=9000)
 
 
 def test_the_command_prints_a_table_and_json(capsys):
     assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-4"]) == 0
     out = capsys.readouterr().out
     assert "30.53 billion parameters in bfloat16, on 4 x v6e with 33.6 GB each\n" in out
-    assert "Take --tensor-parallel 4 --expert-parallel 1." in out
+    assert "\n4x1 2x2 1x4 " in out
+    assert "Take --tensor-parallel 4 --expert-parallel 1: as fast as 2x2 1x4, and with the fewest groups" in out
+    assert re.search(
+        r"\nQwen3-30B-A3B fits on 4 v6e with room for [\d,]+ tokens; 256 users at [\d.]+ tokens/s each at", out
+    )
 
-    assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-4", "--json"]) == 0
+    assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-4", "--price", "2.7", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["layouts"][0]["tensor"], plan["layouts"][0]["experts"]) == (4, 1)
+    assert plan["answer"]["dollars_per_hour"] == pytest.approx(4 * 2.7)
+    assert (plan["answer"]["tensor"], plan["answer"]["expected"]) == (4, None)
+    assert plan["devices"]["count"] == 4
+    assert plan["devices"]["chip"]["sheet"] == {"bandwidth": 1.64e12, "flops": 918e12}
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs/capacity.md").read_text(encoding="utf-8")
+    whole, part = re.findall(r"(?s)```text\n(.*?)```", page)
+
+    assert main(["plan", "GPT-OSS-120B", "--device", "H100"]) == 0
+    assert capsys.readouterr().out == whole
+    assert main(["plan", "Qwen3-8B", "--device", "H200x1", "--price", "4"]) == 0
+    assert part in capsys.readouterr().out
+
+
+def test_a_plan_of_many_devices_fits_a_screen(capsys):
+    assert main(["plan", "GPT-OSS-120B", "--device", "v5e-256"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert [line.split(":")[0] for line in lines if line.startswith(("Too small", "Not divided so"))]
+
+
+def test_prices_and_expected_figures_stand_beside_the_bound(capsys):
+    assert main(["plan", LLAMA, "--device", "H200x1", "--price", "4", "--load-bytes-per-second", "4GB"]) == 0
+    out = capsys.readouterr().out
+
+    title, first, *_, dollars = re.findall(r"(?m)^(?: {20}|first token|tokens/s of|dollars per).*$", out)
+    assert title.split() == ["bound", "expected"]
+    bound, expected = (float(cell) for cell in re.findall(r"([\d.]+) ms", first))
+    assert bound / expected == pytest.approx(0.53, rel=0.02)
+    assert float(dollars.split()[-2]) < float(dollars.split()[-1])
+    assert "16.1 GB at 4 GB/s take 4.02 s; compile: not measured. $4.00 an hour." in out
+    assert out.splitlines()[-1].endswith(" expected.")
 
 
 def test_replicas_share_the_devices_of_a_plan(capsys):
     assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-8", "--replicas", "2"]) == 0
     out = capsys.readouterr().out
     assert "each of 2 replicas on 4 x v6e" in out
-    assert "Take --tensor-parallel 4 --expert-parallel 1 --replicas 2." in out
+    assert "Take --tensor-parallel 4 --expert-parallel 1 --replicas 2: as fast as 2x2 1x4" in out
 
     with pytest.raises(ValueError, match="replicas=3 cannot share 8 devices evenly; the numbers that can are 1, 2, 4"):
-        Devices("v6e", 8).of_each(3)
+        of("v6e", 8).of_each(3)
 
 
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        (Devices("v6e", 1), r"libtpu\) is not installed: pip install \"jaxinfer\[aot\]\""),
-        (Devices("H200", 1), r"CUDA compiler for JAX is not installed: pip install \"jaxinfer\[aot\]\""),
+        (of("v6e", 1), r"libtpu\) is not installed: pip install \"jaxinfer\[aot\]\""),
+        (of("H200", 1), r"CUDA compiler for JAX is not installed: pip install \"jaxinfer\[aot\]\""),
     ],
 )
 def test_a_missing_compiler_is_named_with_the_way_to_install_it(devices, message, monkeypatch):
@@ -231,6 +399,8 @@ def test_devices_that_no_compiler_describes_are_refused(monkeypatch):
         compiler.require_compiler("v6e", "tpu", 512)
     with pytest.raises(ValueError, match="steps for B200 cannot be compiled .* the GPUs that can are T4"):
         compiler.require_compiler("B200", "gpu", 1)
+    with pytest.raises(ValueError, match="steps for a v4 cannot be compiled .* the TPUs that can are v5e"):
+        capacity.compile_plan(plan_deployment("Qwen3-0.6B", of("v4", 4)))
     for name in ("A100", "A100-80GB"):
         compiler.require_compiler(name, "gpu", 1)
 
@@ -253,11 +423,26 @@ def test_a_compiler_that_fails_leaves_the_plan_and_its_last_words(options, monke
         assert out.endswith("\nIts steps are not compiled: the compiler failed with 1: no such register\n")
 
 
+def test_steps_are_compiled_for_the_packed_weights_of_the_plan(monkeypatch):
+    requests: list[compiler.Request] = []
+    monkeypatch.setattr("jaxinfer.capacity.plan.require_compiler", lambda *_: None)
+    monkeypatch.setattr(
+        "jaxinfer.capacity.plan.compile_steps", lambda request: requests.append(pickle.loads(pickle.dumps(request)))
+    )
+    config = EngineConfig(max_num_seqs=8, max_model_len=1024)
+    plan = plan_deployment("GPT-OSS-20B", of("H200", 1), config)
+
+    capacity.compile_plan(plan, config)
+
+    (request,) = requests
+    assert [num_bytes(step["params"]) for step in request.steps.values()] == 2 * [plan.best.memory.resident_bytes]
+
+
 @pytest.mark.aot
 @pytest.mark.skipif(find_spec("libtpu") is None, reason='libtpu is not installed; pip install "jaxinfer[aot]"')
 def test_compiled_steps_need_the_memory_of_the_plan_within_two_percent():
     config = EngineConfig(max_num_seqs=32, max_model_len=4096, max_num_batched_tokens=256)
-    plan = plan_deployment("Qwen3-0.6B", Devices("v6e", 4), config)
+    plan = plan_deployment("Qwen3-0.6B", of("v6e", 4), config)
 
     compiled = capacity.compile_plan(plan, config)
 
@@ -268,6 +453,8 @@ def test_compiled_steps_need_the_memory_of_the_plan_within_two_percent():
 
 
 def test_the_command_says_what_does_not_fit(capsys):
-    assert main(["plan", "Llama-3-70B", "--device", "H200"]) == 1
+    assert main(["plan", "Llama-3-70B", "--device", "H200x1"]) == 1
 
-    assert "GB more than a device has" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.search(r"Too small: 1x1: 1[45]\.\d GB more than a device has\.\n", out)  # 141.1 GB less 0.98 of 129.7
+    assert out.endswith("does not fit on 1 x H200: take more or larger devices, or --quantization int8 or int4.\n")

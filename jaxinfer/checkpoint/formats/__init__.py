@@ -6,12 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.text_model import TEXT
-from jaxinfer.checkpoint.formats.awq import awq_tensors
-from jaxinfer.checkpoint.formats.compressed_tensors import compressed_tensors
-from jaxinfer.checkpoint.formats.fp8 import fp8_tensors
-from jaxinfer.checkpoint.formats.gptq import gptq_tensors
+from jaxinfer.checkpoint.formats import awq, compressed_tensors, fp8, gptq
 from jaxinfer.checkpoint.formats.mxfp4 import mxfp4_tensors
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.validation import shown
 
@@ -19,11 +16,19 @@ from jaxinfer.validation import shown
 Format = Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], dict[str, Stored]]
 # By `quant_method`.
 FORMATS: dict[str, Format] = {
-    "awq": awq_tensors,
-    "compressed-tensors": compressed_tensors,
-    "fp8": fp8_tensors,
-    "gptq": gptq_tensors,
+    "awq": awq.awq_tensors,
+    "compressed-tensors": compressed_tensors.compressed_tensors,
+    "fp8": fp8.fp8_tensors,
+    "gptq": gptq.gptq_tensors,
     "mxfp4": mxfp4_tensors,
+}
+# (module, outputs, inputs, settings, type of the model's scales) -> parts of its weight, None if it is floating point
+StatedParts = Callable[[str, int, int, Mapping[str, Any], str], dict[str, StatedTensor] | None]
+STATED_PARTS: dict[str, StatedParts] = {
+    "awq": awq.stated_parts,
+    "compressed-tensors": compressed_tensors.stated_parts,
+    "fp8": fp8.stated_parts,
+    "gptq": gptq.stated_parts,
 }
 # Keys of config.json that describe a format; the second is an older name.
 SETTINGS_KEYS = ("quantization_config", "compression_config")

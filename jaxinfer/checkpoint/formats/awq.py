@@ -11,8 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.checkpoint.formats.parts import SCALE_TYPES, Parts, count_groups, packed_modules, require_group_size
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.formats.parts import (
+    SCALE_TYPES,
+    Parts,
+    count_groups,
+    is_listed,
+    packed_modules,
+    require_group_size,
+)
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, StoredTensor, stated
 from jaxinfer.checkpoint.stored import (
     Grid,
     Stored,
@@ -40,6 +47,21 @@ def awq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
     has_zeros = bool(settings.get("zero_point", True))
     others, modules = packed_modules(stored, "qweight", ("qweight", "qzeros", "scales"))
     return {**others, **{f"{parts.module}.weight": _weight(parts, size, has_zeros) for parts in modules}}
+
+
+def stated_parts(
+    module: str, outputs: int, inputs: int, settings: Mapping[str, Any], dtype: str
+) -> dict[str, StatedTensor] | None:
+    """Returns the parts of a weight as the settings describe them, None if they leave it in floating point."""
+    del dtype  # scales are in float16
+    if module.endswith("lm_head") or is_listed(module, settings.get("modules_to_not_convert")):
+        return None
+    groups = count_groups(module, inputs, settings.get("group_size", settings.get("q_group_size", 128)), 4)
+    return {
+        "qweight": stated("I32", inputs, outputs // PER_WORD),
+        "qzeros": stated("I32", groups, outputs // PER_WORD),
+        "scales": stated("F16", groups, outputs),
+    }
 
 
 def _weight(parts: Parts, size: int, has_zeros: bool) -> StoredQuantized:

@@ -21,8 +21,17 @@ import numpy as np
 
 from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, stored_scales, with_present_names
 from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
-from jaxinfer.checkpoint.formats.parts import OTHER, SCALE_TYPES, Parts, order_of_groups, packed_modules
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.formats.parts import (
+    MAX_PATTERN,
+    OTHER,
+    SCALE_TYPES,
+    Parts,
+    is_listed,
+    order_of_groups,
+    packed_modules,
+    require_pattern,
+)
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, StoredTensor, stated
 from jaxinfer.checkpoint.stored import (
     FP4,
     Grid,
@@ -61,9 +70,6 @@ HARMLESS_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
 }
 WEIGHTS_ALONE = "use a checkpoint that quantizes weights alone"
 MAX_INPUTS = 2**15  # of products of integers: 2^15 times 255 times 255 is less than 2^31
-MAX_PATTERN = 1000  # characters of a regular expression
-# Of a pattern, so that matching takes no longer than a module's name to this power; and no group is repeated.
-MAX_REPEATS = 4
 
 
 def compressed_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
@@ -136,14 +142,7 @@ def _checked_target(target: Any) -> str:
     if not isinstance(target, str) or len(target) > MAX_PATTERN:
         raise settings_error(METHOD, "targets", target, "a target is a name, or re: and a regular expression")
     if target.startswith("re:"):
-        try:
-            re.compile(target[3:])
-        except (re.error, OverflowError, RecursionError) as error:
-            raise settings_error(METHOD, "targets", target, f"it is no regular expression: {error}") from None
-        repeats = re.findall(r"(\\.|[^\\])([*+]|\{\d*,)", target[3:])
-        if len(repeats) > MAX_REPEATS or any(repeated == ")" for repeated, _ in repeats):
-            way_out = f"repeat no group, and {MAX_REPEATS} characters at most"
-            raise settings_error(METHOD, "targets", target, way_out)
+        require_pattern(METHOD, "targets", target[3:])
     return target
 
 
@@ -235,6 +234,75 @@ def _weight(parts: Parts, schemes: Mapping[str, Mapping[str, Any]]) -> StoredQua
     )
 
 
+def stated_parts(
+    module: str, outputs: int, inputs: int, settings: Mapping[str, Any], dtype: str
+) -> dict[str, StatedTensor] | None:
+    """Returns the parts of a weight as the settings describe them, None if they leave it in floating point.
+
+    Scales are of `dtype`, the model's.
+    """
+    ignored = settings.get("ignore")
+    if not settings.get("config_groups") or is_listed(module, ignored) or _fits_pattern(module, ignored):
+        return None
+    schemes = _schemes(settings)
+    if "Linear" not in schemes and not is_listed(module, schemes) and not _fits_pattern(module, schemes):
+        return None
+    scheme = _scheme_of(module, schemes)
+    weights = scheme["weights"]
+    if weights.get("type") == "float":
+        return _stated_floats(module, outputs, inputs, weights, dtype)
+    bits, strategy = weights.get("num_bits", 8), weights.get("strategy")
+    bits = bits if is_int(bits) else 8  # which the weight refuses
+    groups = _num_groups(module, weights, strategy, inputs)
+    is_packed = (scheme.get("format") or settings.get("format")) == "pack-quantized"
+    of_scales = (1,) if strategy == "tensor" else (outputs, groups)
+    parts = {"weight_scale": stated(dtype, *of_scales)}
+    if is_packed:
+        parts["weight_packed"] = stated("I32", outputs, -(-inputs * bits // 32))
+        parts["weight_shape"] = stated("I64", 2, numbers=(outputs, inputs))
+    else:
+        parts["weight"] = stated("I8", outputs, inputs)
+    if weights.get("symmetric", True) is False:
+        packed_zeros = stated("I32", -(-outputs * bits // 32), groups)
+        parts["weight_zero_point"] = packed_zeros if is_packed else stated("I8", *of_scales)
+    if weights.get("actorder") == "group":
+        parts["weight_g_idx"] = stated("I32", inputs)
+    activations = _activations(scheme)
+    if activations is not None and not activations.is_dynamic:
+        parts["input_scale"] = stated(dtype, 1)
+        parts |= {} if activations.is_symmetric else {"input_zero_point": stated("I8", 1)}
+    return parts
+
+
+def _stated_floats(
+    module: str, outputs: int, inputs: int, weights: Mapping[str, Any], dtype: str
+) -> dict[str, StatedTensor]:
+    strategy = weights.get("strategy")
+    if weights.get("num_bits") == 4:
+        groups = _num_groups(module, weights, "group", inputs)
+        parts = {
+            "weight_packed": stated("U8", outputs, inputs // 2),
+            "weight_scale": stated(FLOAT4_SCALES.get(str(strategy), "U8"), outputs, groups),
+        }
+        return parts | ({"weight_global_scale": stated("F32", 1)} if strategy == "tensor_group" else {})
+    block = require_block(weights.get("block_structure")) or (1, 1)
+    shapes: dict[str, tuple[int, ...]] = {
+        "tensor": (1,),
+        "channel": (outputs, 1),
+        "block": (-(-outputs // block[0]), -(-inputs // block[1])),
+    }
+    of_scales = shapes.get(str(strategy), ())
+    if strategy == "group":
+        of_scales = (outputs, _num_groups(module, weights, "group", inputs))
+    is_mx = weights.get("scale_dtype") == "torch.uint8"
+    return {"weight": stated("F8_E4M3", outputs, inputs), "weight_scale": stated("U8" if is_mx else dtype, *of_scales)}
+
+
+def _fits_pattern(module: str, names: Any) -> bool:
+    patterns = [name for name in names if str(name).startswith("re:")] if isinstance(names, list | Mapping) else []
+    return any(re.match(_checked_target(pattern)[3:], module) for pattern in patterns)
+
+
 def _input_range(parts: Parts, activations: Activations, inputs: int) -> Callable[[], np.ndarray] | None:
     if inputs > MAX_INPUTS:
         raise ValueError(
@@ -282,7 +350,7 @@ def _float_weight(parts: Parts, bits: Any, strategy: Any, scheme: Mapping[str, A
 
 
 def _float4_weight(parts: Parts, strategy: Any, scheme: Mapping[str, Any]) -> StoredQuantized:
-    if strategy not in FLOAT4_SCALES:
+    if not isinstance(strategy, str) or strategy not in FLOAT4_SCALES:
         raise settings_error(METHOD, "weights.strategy", strategy, "use group or tensor_group")
     outputs, octets = parts.require("weight_packed", ["U8"], (None, None)).shape
     inputs = 2 * octets

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, stored_scales, with_present_names
-from jaxinfer.checkpoint.formats.parts import SCALE_TYPES, Parts, packed_modules
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.formats.parts import SCALE_TYPES, Parts, is_listed, packed_modules
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, StoredTensor, stated
 from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error
 from jaxinfer.validation import MAX_INT, is_int
 
@@ -47,6 +47,19 @@ def fp8_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
         others, modules = packed_modules(others, scale, names)
         tensors |= {f"{parts.module}.weight": float8_weight(parts, scale, block=block) for parts in modules}
     return {**others, **tensors}
+
+
+def stated_parts(
+    module: str, outputs: int, inputs: int, settings: Mapping[str, Any], dtype: str
+) -> dict[str, StatedTensor] | None:
+    """Returns the parts of a weight as the settings describe them, None if they leave it in floating point."""
+    del dtype  # DeepSeek's scales are in float32
+    skipped = (settings.get(key) for key in ("modules_to_not_convert", "ignored_layers"))
+    if module.endswith("lm_head") or any(is_listed(module, names) for names in skipped):
+        return None
+    block = require_block(settings.get("weight_block_size"))
+    blocks = () if block is None else (-(-outputs // block[0]), -(-inputs // block[1]))
+    return {"weight": stated("F8_E4M3", outputs, inputs), "weight_scale_inv": stated("F32", *blocks)}
 
 
 def require_block(block: Any) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ and g_idx i32[in] is the group of each input. The first version stores zero poin
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,13 @@ from jaxinfer.checkpoint.formats.parts import (
     SCALE_TYPES,
     Parts,
     count_groups,
+    is_listed,
     order_of_groups,
     packed_modules,
     require_group_size,
+    require_pattern,
 )
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, StoredTensor, stated
 from jaxinfer.checkpoint.stored import (
     Grid,
     Stored,
@@ -35,6 +38,7 @@ from jaxinfer.checkpoint.stored import (
 from jaxinfer.validation import is_int
 
 BITS = (2, 3, 4, 8)
+HEAD = "lm_head"  # key that says if the unembedding is packed
 
 
 def gptq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
@@ -61,6 +65,27 @@ def gptq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]
         "zero_step": int(version == "gptq"),
     }
     return {**others, **{f"{parts.module}.weight": _weight(parts, **options) for parts in modules}}
+
+
+def stated_parts(
+    module: str, outputs: int, inputs: int, settings: Mapping[str, Any], dtype: str
+) -> dict[str, StatedTensor] | None:
+    """Returns the parts of a weight as the settings describe them, None if they leave it in floating point."""
+    del dtype  # scales are in float16
+    skipped = [require_pattern("GPTQ", "dynamic", key[2:]) for key in settings.get("dynamic") or () if key[:2] == "-:"]
+    blocks = settings.get("modules_in_block_to_quantize")
+    if any(re.match(pattern, module) for pattern in skipped) or (module.endswith("lm_head") and not settings.get(HEAD)):
+        return None
+    if isinstance(blocks, list) and not any(is_listed(module, block) for block in blocks):
+        return None
+    bits, size = settings["bits"], settings.get("group_size", 128)
+    groups = count_groups(module, inputs, size, bits)
+    return {
+        "qweight": stated("I32", inputs * bits // 32, outputs),
+        "qzeros": stated("I32", groups, outputs * bits // 32),
+        "scales": stated("F16", groups, outputs),
+        "g_idx": stated("I32", inputs),
+    }
 
 
 def _weight(

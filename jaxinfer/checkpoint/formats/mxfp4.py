@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.formats.parts import Parts
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, StoredTensor, stated
 from jaxinfer.checkpoint.stored import FP4, Grid, Stored, StoredQuantized, require_finite, unpacked
 
 GROUP_SIZE, BLOCK_BYTES = 32, 16
+BLOCKS = "_blocks"  # end of the names of packed experts
 
 
 def mxfp4_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
@@ -28,6 +29,14 @@ def mxfp4_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any
         elif part != "scales" or f"{module}_blocks" not in stored:
             tensors[name] = tensor
     return tensors
+
+
+def stated_parts(name: str, shape: tuple[int, ...]) -> dict[str, StatedTensor]:
+    """Returns the parts, by name, of the experts [E, out, in] whose blocks have this name."""
+    *outputs, inputs = shape
+    groups = inputs // GROUP_SIZE
+    scales = name.removesuffix(BLOCKS) + "_scales"
+    return {name: stated("U8", *outputs, groups, BLOCK_BYTES), scales: stated("U8", *outputs, groups)}
 
 
 def _weight(parts: Parts) -> StoredQuantized:

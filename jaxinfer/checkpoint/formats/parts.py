@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from jaxinfer.checkpoint.stored import require_even, settings_error
 from jaxinfer.validation import is_int
 
 SCALE_TYPES = ("F16", "BF16", "F32")
+MAX_PATTERN = 1000  # characters of a regular expression
+# Of a pattern, so that matching takes no longer than a module's name to this power; and no group is repeated.
+MAX_REPEATS = 4
 OTHER = "use a checkpoint without it, or the unquantized one"
 
 
@@ -58,6 +62,25 @@ def packed_modules(
     if twice := [module for module in sorted(modules) if f"{module}.weight" in others]:
         raise ValueError(f"{twice[0]} has a {mark} and a weight in floating point; download the checkpoint again")
     return others, (Parts(module, parts[module]) for module in sorted(modules))
+
+
+def is_listed(module: str, listed: Any) -> bool:
+    """True if one of the listed names, or parts of names, is whole pieces of a module's name."""
+    names = listed if isinstance(listed, list | Mapping) else ()
+    return any(f".{name}." in f".{module}." for name in names if isinstance(name, str))
+
+
+def require_pattern(method: str, key: str, pattern: str) -> str:
+    """Returns a regular expression that is matched in short time; raises ValueError for what is none."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise settings_error(method, key, pattern, f"it is no regular expression: {error}") from None
+    repeats = re.findall(r"(\\.|[^\\])([*+]|\{\d*,)", pattern)
+    if len(pattern) > MAX_PATTERN or len(repeats) > MAX_REPEATS or any(repeated == ")" for repeated, _ in repeats):
+        way_out = f"repeat no group, and {MAX_REPEATS} characters at most"
+        raise settings_error(method, key, pattern, way_out)
+    return pattern
 
 
 def require_group_size(method: str, size: Any) -> int:

@@ -1,0 +1,102 @@
+"""A checkpoint of which only config.json is known: its tensors are those that its format stores of such a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
+from jaxinfer.checkpoint.checkpoint import Checkpoint
+from jaxinfer.checkpoint.config_json.family import Family, WeightTable, fields_of
+from jaxinfer.checkpoint.formats import STATED_PARTS, logical_tensors, mxfp4, settings_of, without_settings
+from jaxinfer.checkpoint.safetensors_file import StatedTensor, stated
+from jaxinfer.checkpoint.stored import Stored
+from jaxinfer.model.config import ModelConfig
+
+# The scales of compressed-tensors have the model's type.
+SCALE_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+StatedParts = Callable[[str, int, int], dict[str, StatedTensor] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedCheckpoint(Checkpoint):
+    """A checkpoint whose tensors follow from `hf`, its config.json; `path` is its name for messages.
+
+    Its headers are read by the same code as those of files, so `abstract_params` has the bytes that `load` would have.
+    Nothing can be loaded.
+    """
+
+    hf: Mapping[str, Any]
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return self.stated_config
+
+    @cached_property
+    def headers(self) -> dict[str, StatedTensor]:
+        """The tensors by name, all that no format packs in bfloat16."""
+        logical_tensors({}, self.packing)  # refuses settings that are not honoured
+        weights = self.family.weights_among([*_names_of(self.family, is_mxfp4=self._method == "mxfp4")])
+        plan = plan_assembly(self.config, weights)
+        headers: dict[str, StatedTensor] = {}
+        for assembly in jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Assembly)):
+            shape, names = assembly.stored_shape, [name for name in assembly.names if name not in headers]
+            write = self._stated_parts if _is_of_product(assembly, shape) else None
+            for name in names:
+                headers |= _parts_of(name, shape, write)
+        return headers
+
+    @cached_property
+    def _settings_and_packing(self) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+        return without_settings(self.hf), settings_of(self.hf)
+
+    @cached_property
+    def _stored_and_states(self) -> tuple[dict[str, Stored], dict[Path, tuple[int, int]]]:
+        return logical_tensors(self.headers, self.packing), {}
+
+    @property
+    def _method(self) -> str | None:
+        return None if self.packing is None else self.packing["quant_method"]
+
+    @cached_property
+    def _stated_parts(self) -> StatedParts | None:
+        """The parts of a weight by its module, outputs and inputs."""
+        packing, text = self.packing, self.family.text_settings(self.settings)
+        dtype = SCALE_TYPES.get(str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch."), "BF16")
+        if packing is None or self._method not in STATED_PARTS:
+            return None
+        write = STATED_PARTS[self._method]
+        return lambda module, outputs, inputs: write(module, outputs, inputs, packing, dtype)
+
+
+def _parts_of(name: str, shape: tuple[int, ...], write: StatedParts | None) -> dict[str, StatedTensor]:
+    """Returns the stored parts of a tensor by name, written in a format or as they are."""
+    if name.endswith(mxfp4.BLOCKS):
+        return mxfp4.stated_parts(name, shape)
+    module = name.removesuffix(".weight")
+    parts = None if write is None else write(module, *shape)
+    return {name: stated("BF16", *shape)} if parts is None else {f"{module}.{part}": parts[part] for part in parts}
+
+
+def _is_of_product(assembly: Assembly, shape: tuple[int, ...]) -> bool:
+    """True for what is an nn.Linear in transformers; routers are left in floating point by all who publish."""
+    spec, name = assembly.spec, assembly.names[0]
+    is_of_product = spec.num_inputs > 0 or spec.is_matrix or name.endswith("lm_head.weight")
+    return is_of_product and name.endswith(".weight") and len(shape) == 2
+
+
+def _names_of(family: Family, *, is_mxfp4: bool) -> Iterator[str]:
+    """Yields one name for each tensor that a family's table names twice: that of packed experts, or of a product."""
+    last = mxfp4.BLOCKS if is_mxfp4 else ".weight"
+    known: set[str] = set()
+    weights: WeightTable = family.weights
+    for name in sorted(weights, key=lambda name: not name.endswith(last)):
+        fields = {*fields_of(weights[name])}
+        if not fields <= known:
+            known |= fields
+            yield name
