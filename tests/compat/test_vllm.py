@@ -80,7 +80,7 @@ def test_each_form_of_a_prompt_is_taken(llm):
     outputs = [
         *llm.generate("def add(", params),
         *llm.generate([TextPrompt(prompt="def add("), TokensPrompt(prompt_token_ids=ids)], [params, params]),
-        *llm.generate(ids, params),
+        *llm.generate(np.array(ids), params),
         *llm.generate(prompt_token_ids=[ids], sampling_params=params),
     ]
 
@@ -250,6 +250,7 @@ def test_what_cannot_be_honoured_is_refused_before_a_model_is_loaded(options, er
         ({"detokenize": False, "stop": "x"}, "needs text"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"bad_words": "word"}, "a list of words"),
+        ({"bad_words": ["word", " "]}, "a list of words"),
         ({"structured_outputs": StructuredOutputsParams()}, "0 kinds of structure"),
         ({"structured_outputs": StructuredOutputsParams(regex="a", json_object=True)}, "2 kinds of structure"),
     ],
@@ -270,6 +271,9 @@ def test_what_a_call_does_not_take_is_refused_by_name(llm):
         llm.encode(["x"])
     with pytest.raises(ValueError, match="are both given"):
         llm.generate("x", prompt_token_ids=[1])
+    with pytest.raises(ValueError, match="leave out multi_modal_data"):
+        llm.generate({"prompt": "x", "multi_modal_data": {"image": None}})
+    assert llm.generate([]) == []
 
 
 def test_facts_that_scripts_read(llm):

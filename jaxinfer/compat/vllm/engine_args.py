@@ -62,6 +62,12 @@ def model_place(
     return model if revision is None else f"{model}@{revision}"
 
 
+def dtype_of(dtype: Any) -> str | None:
+    """Returns the name of a type that is given by vLLM's name or as PyTorch's; None for the engine's choice."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPES.get(name, name)
+
+
 def engine_config(
     *,
     tensor_parallel_size: int,

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.compat.vllm.engine_args import (
-    DTYPES,
     MAX_LOG_PROBS,
+    dtype_of,
     engine_config,
     model_place,
     refuse,
@@ -33,6 +33,7 @@ from jaxinfer.compat.vllm.pooling_params import PoolingParams
 from jaxinfer.compat.vllm.sampling_params import SamplingParams
 from jaxinfer.compat.vllm.tokenizers import get_tokenizer
 from jaxinfer.engine import llm as native
+from jaxinfer.engine.frontend.admission import as_prompts
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import as_tuple, shown
@@ -79,7 +80,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         tokenizer: str | None = None,
-        dtype: str = "auto",
+        dtype: Any = "auto",
         quantization: str | None = None,
         revision: str | None = None,
         tokenizer_revision: str | None = None,
@@ -117,7 +118,7 @@ class LLM:
                 num_speculative_tokens=num_drafts,
                 others=others,
             ),
-            dtype=DTYPES.get(dtype, dtype),
+            dtype=dtype_of(dtype),
             speculation=speculation,
         )
         self._place, self._seed = place, seed
@@ -179,7 +180,7 @@ class LLM:
             if prompts is not None:
                 raise ValueError("prompts and prompt_token_ids are both given; leave one out")
             prompts = prompt_token_ids
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         params = _for_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(items))
         jobs = [
             _Job(*each) for each in zip(items, params, _for_each("lora_request", lora_request, len(items)), strict=True)
@@ -244,7 +245,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of each prompt: the state of its last token, scaled to length 1 unless told otherwise."""
         refuse("embed", others)
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         normalize = pooling_params is None or pooling_params.normalize
         vectors = self.native.embed(items, normalize=normalize, show_progress=bool(use_tqdm))
         return [
@@ -305,14 +306,6 @@ class LLM:
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
         return self._tokenizer("text").encode(prompt) if isinstance(prompt, str) else prompt
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    """Returns one prompt or several as a list."""
-    is_one = isinstance(prompts, str | Mapping) or (
-        isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
-    )
-    return [prompts] if is_one else list(as_tuple("prompts", prompts, "text, token ids, or several of these"))
 
 
 def _for_each(name: str, given: Any, count: int) -> list[Any]:

@@ -104,7 +104,8 @@ class SamplingParams:
                 require_int(name, value, 0)
         structure = self.structured_outputs or self.guided_decoding
         words = self.bad_words or ()
-        require(not isinstance(words, str), "bad_words", words, "a list of words")
+        are_words = not isinstance(words, str) and all(isinstance(word, str) and word.strip() for word in words)
+        require(are_words, "bad_words", words, "a list of words")
         return ours.SamplingParams(
             n=self.n,
             presence_penalty=self.presence_penalty,

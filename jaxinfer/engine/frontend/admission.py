@@ -335,7 +335,11 @@ class Admission:
                 raise ValueError(f"the {name} cannot be encoded: {error}") from error
         else:
             if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-                way_out = "; give one column of a table" if isinstance(prompt, Mapping) else ""
+                way_out = ""
+                if isinstance(prompt, Mapping):
+                    further = ", ".join(sorted(map(str, prompt.keys() - PROMPT_KEYS)))
+                    is_prompt = bool(prompt.keys() & PROMPT_KEYS)
+                    way_out = f"; leave out {further:.100}" if is_prompt else "; give one column of a table"
                 raise ValueError(f"{name} {shown(prompt)} is neither text nor a sequence of token ids{way_out}")
             try:
                 num_tokens = len(prompt)
