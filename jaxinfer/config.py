@@ -82,7 +82,8 @@ class Parallelism:
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
     experts of a mixture, and all devices together what is no expert, as far as they divide it. Each replica computes
     requests of its own, from one queue. replicas="auto" takes every device of this process: each replica then has
-    `tensor` times `experts` of them, or without these the fewest that hold the model.
+    `tensor` times `experts` of them, or without these the fewest that hold the model. Of `devices` that are given to
+    an LLM, each replica has `tensor` times `experts`.
 
     The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
     which only decode. 0: every replica does both.
@@ -96,8 +97,11 @@ class Parallelism:
     def __post_init__(self) -> None:
         make_scalars_plain(self)
         for name in ("tensor", "experts", "replicas"):
-            if name != "replicas" or self.replicas != AUTO:
-                require_int(name, getattr(self, name), 1, MAX_DEVICES)
+            value = getattr(self, name)
+            if name == "replicas" and isinstance(value, str):
+                require(value == AUTO, name, value, f"a number or {AUTO!r}")
+            else:
+                require_int(name, value, 1, MAX_DEVICES)
         require_int("prefill", self.prefill, 0)
         if self.replicas != AUTO and self.prefill >= self.replicas:
             raise ValueError(

@@ -47,6 +47,12 @@ def take_memory(fraction: float) -> None:
     os.environ[FRACTION_VARIABLE] = str(fraction)
 
 
+def taken_memory() -> float | None:
+    """Returns the part of a GPU's memory that the variables name; None if they name none."""
+    named = os.environ.get(NEWER_VARIABLE) or os.environ.get(FRACTION_VARIABLE)
+    return float(named) if named else None
+
+
 def give_devices_threads() -> None:
     """Gives each of several host devices a thread of its own, if XLA_FLAGS has asked for such devices.
 

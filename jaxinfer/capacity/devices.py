@@ -14,6 +14,7 @@ from kernels_pallas.device import DataSheet, data_sheet
 
 GIBIBYTE = 2**30
 MAX_DEVICES = 4096
+MAX_HYPHENATED = 8  # GPUs of a machine; a larger number behind a hyphen is that of another card
 # Slices of TPUs that Google's clouds lend, in chips, and GPUs of a machine.
 FLAT_SLICES = (1, 4, 8, 16, 32, 64, 128, 256)
 DEEP_SLICES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -113,7 +114,7 @@ CHIPS: Mapping[str, Chip] = {
 # Other names, without spaces and hyphens.
 ALIASES = {
     **{"v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x"},
-    **{"a10040": "A100", "a10040gb": "A100", "a10080": "A100-80GB", "rtxpro6000blackwell": "RTXPRO6000"},
+    **{"a10080": "A100-80GB", "rtxpro6000blackwell": "RTXPRO6000"},
 }
 WAYS_TO_COUNT = "with its number, such as v6e-8, H200x4 or 4xH100"
 
@@ -152,7 +153,8 @@ def parse_devices(
     """Returns what a name such as "v6e-8", "H200x4", "4xH100", "v5litepod-8" or "RTX 4090" stands for.
 
     Without a number they are as few as hold the model. A number behind v4 or v5p counts cores, of which a chip has two,
-    as Google's names do. The rates, if given, replace those of the data sheet; a device that is not known needs
+    as Google's names do. GPUs have up to eight behind a hyphen; the gigabytes of a card stand there too, as in
+    "H100-80". The rates, if given, replace those of the data sheet; a device that is not known needs
     `memory_bytes`, `bandwidth` and `flops`, and `link_bytes` if there are several. Raises ValueError for other names.
     """
     name, number = _name_and_number(text)
@@ -173,7 +175,18 @@ def parse_devices(
             f"device={shown(text)} is not known; give one of {', '.join(CHIPS)}, {WAYS_TO_COUNT}, or --memory-bytes,"
             " --bandwidth and --flops of yours"
         )
+    _refuse_many_behind_a_hyphen(text, name, chip, number)
     return Devices(chip, _checked_count(text, chip, number))
+
+
+def _refuse_many_behind_a_hyphen(text: str, name: str, chip: Chip, number: int | None) -> None:
+    """Raises ValueError for a GPU with a larger number than a machine has, which may be the name of another card."""
+    is_many = chip.platform == "gpu" and number is not None and number > MAX_HYPHENATED
+    if is_many and re.fullmatch(rf"{re.escape(name)}\s*-\s*\d+", text.strip()):
+        raise ValueError(
+            f"device={shown(text)} has {number} behind a hyphen, which is neither the gigabytes of {name} nor a number"
+            f" up to {MAX_HYPHENATED}; give {name}x{number} for {number} devices, or {name} for the card"
+        )
 
 
 def _checked_count(text: str, chip: Chip, number: int | None) -> int | None:
@@ -207,7 +220,16 @@ def _name_and_number(text: str) -> tuple[str, int | None]:
 
 def _known(name: str) -> Chip | None:
     plain = {_plain(known): chip for known, chip in CHIPS.items()}
-    return plain.get(_plain(name)) or CHIPS.get(ALIASES.get(_plain(name), ""))
+    return plain.get(_plain(name)) or CHIPS.get(ALIASES.get(_plain(name), "")) or _known_by_size(name)
+
+
+def _known_by_size(name: str) -> Chip | None:
+    """Returns the GPU whose gigabytes follow its name, as in "H100-80GB" or "L40S-48"."""
+    parts = re.fullmatch(r"(.*\S)[\s_-]+(\d{1,4})\s*(?:GB)?", name.strip(), re.ASCII | re.IGNORECASE)
+    chip = None if parts is None else _known(parts[1])
+    if parts is None or chip is None or chip.platform != "gpu":
+        return None
+    return chip if chip.memory_bytes == int(parts[2]) * 1e9 else None
 
 
 def _plain(name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -15,9 +17,12 @@ from jaxinfer.capacity.compiler import SLICES, CompiledStep, Request, compile_st
 from jaxinfer.capacity.devices import Chip, Devices
 from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, prompt_seconds, step_figures
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint
-from jaxinfer.checkpoint.formats.described import DescribedCheckpoint
-from jaxinfer.checkpoint.huggingface import read_json
+from jaxinfer.checkpoint.assembly import Assembly
+from jaxinfer.checkpoint.formats.described import DescribedCheckpoint, stated_dtype
+from jaxinfer.checkpoint.huggingface import read_json, without_download
 from jaxinfer.checkpoint.published import published_checkpoint
+from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
+from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.config import PLANNED_FIELDS, CacheConfig, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
 from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
@@ -78,7 +83,8 @@ class DeploymentPlan:
     """The ways to run a model on some devices. `layouts` has every split of it, the one that decodes fastest first.
 
     * `packing`: the format in which the checkpoint's weights are packed; None if they are floating point.
-    * `checkpoint_bytes`: of the weights as they are stored, which a load reads.
+    * `checkpoint_bytes`: of the weights that a load reads: packed ones as on the device, the others as in their files,
+      or in the type of config.json.
     * `usable_bytes`: of each device, for all that the engine has there.
     * `context`, `prompt`: tokens of each row of a decode step, and of the prompt whose first token is timed.
     """
@@ -171,7 +177,7 @@ def plan_deployment(
         dtype=dtype,
         packing=None if checkpoint.packing is None else checkpoint.packing["quant_method"],
         num_parameters=num_elements(numbers),
-        checkpoint_bytes=num_bytes(checkpoint.abstract_params(described, dtype)),
+        checkpoint_bytes=_checkpoint_bytes(checkpoint, described),
         devices=replace(devices, count=count),
         usable_bytes=chip.usable_bytes if config.memory_bytes is None else config.memory_bytes,
         context=context,
@@ -222,7 +228,7 @@ def _described(model: str | Path) -> Checkpoint:
     name = str(model)
     if "/" not in name and not Path(name).exists():
         return published_checkpoint(name)
-    checkpoint = open_checkpoint(model, ["config.json"])
+    checkpoint = open_checkpoint(without_download(model), ["config.json"])
     if checkpoint.packing is None or checkpoint.gguf is not None:
         return checkpoint
     try:
@@ -230,6 +236,35 @@ def _described(model: str | Path) -> Checkpoint:
     except ValueError:  # none are there, or not all
         return DescribedCheckpoint(checkpoint.path, read_json(checkpoint.config_file))
     return checkpoint
+
+
+def _checkpoint_bytes(checkpoint: Checkpoint, model: ModelConfig) -> int:
+    """Returns the bytes that a load reads, by the headers of the files or else by config.json."""
+    params = checkpoint.abstract_params(model, stated_dtype(checkpoint))
+    try:
+        plan, stored = checkpoint.plan(model)
+    except ValueError:  # no file is here, or not all
+        return num_bytes(params)
+
+    def packed_bytes(assembly: Assembly, param: Any) -> int:
+        return 0 if _floats(assembly, stored) else num_bytes(param)
+
+    packed = jax.tree.map(packed_bytes, plan, params, is_leaf=_is_assembly)
+    # Several tensors of a model may be parts of one in the file.
+    floats = {name: one for each in jax.tree.leaves(plan, is_leaf=_is_assembly) for name, one in _floats(each, stored)}
+    sizes = (math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize for tensor in floats.values())
+    return sum(jax.tree.leaves(packed)) + sum(sizes)
+
+
+def _floats(assembly: Assembly, stored: Mapping[str, Stored]) -> list[tuple[str, StoredTensor]]:
+    """Returns the stored tensors of a tensor, by name, if they are floating point; [] if they are packed."""
+    tensors = [(name, stored[name]) for name in assembly.names]
+    floats = [(name, tensor) for name, tensor in tensors if isinstance(tensor, StoredTensor)]
+    return floats if len(floats) == len(tensors) else []
+
+
+def _is_assembly(node: Any) -> bool:
+    return isinstance(node, Assembly)
 
 
 def _checked_length(name: str, number: int | None, longest: int) -> int:

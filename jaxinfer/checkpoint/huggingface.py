@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor, read_header
 from jaxinfer.gguf.file import SUFFIX, is_gguf
@@ -18,6 +19,10 @@ DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", 
 NOT_DOWNLOADED = ["[!a]*/*", "a[!d]*/*", "consolidated*"]  # all subfolders but additional_chat_templates
 ADAPTER_FILE = "adapter_config.json"
 MISTRAL_FILES = ("params.json", "consolidated.safetensors")
+IMAGE_PARTS = "mmproj"  # begins the names of GGUF files that a model has beside its own, for images
+LOCAL_STARTS = (".", "/", "~")  # of a path, as no id of the Hub has
+# The Hub's own references alone have slashes in their names.
+REVISION_AND_FILE = re.compile(r"(refs/(?:pr|convert)/[^/]+|[^/]+)/(.+)")
 MAX_LISTED = 5  # files in a message
 MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' have some megabytes
 
@@ -26,8 +31,9 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     """Returns the place of a checkpoint: a local directory or GGUF file, or else what a Hub id names, downloaded.
 
     A Hub id is that of a repository, or of a GGUF file in one, such as "owner/name/model.gguf". A revision may follow
-    an "@": a branch, a tag or a commit. A ValueError if it is neither; of a repository only files of these patterns are
-    fetched: safetensors, JSON and tokenizer files unless told otherwise.
+    either behind an "@": a branch, a tag or a commit. Paths of hf:// have it before the file, which is read too:
+    "owner/name@revision/model.gguf". Only files of a repository that match `patterns` are fetched: safetensors, JSON
+    and tokenizer files by default. Raises ValueError if the text names no such place, or the Hub cannot be reached.
     """
     is_path = isinstance(path_or_id, str | Path) and str(path_or_id).isprintable() and bool(str(path_or_id))
     require(is_path, "checkpoint", path_or_id, "a folder, a GGUF file or a Hub id, as text or Path")
@@ -38,10 +44,9 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
         raise ValueError(
             f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in, or a file {SUFFIX}"
         )
-    is_local = str(path_or_id).startswith((".", "/", "~"))  # as no id of the Hub is
-    hub_id, _, revision = str(path_or_id).partition("@")
-    owner, name, file = [*hub_id.split("/", 2), "", ""][:3]
-    if is_gguf(Path(hub_id)) and (is_local or not (owner and name and file)):
+    is_local = str(path_or_id).startswith(LOCAL_STARTS)
+    repository, revision, file = read_hub_id(str(path_or_id))
+    if file is not None and (is_local or not all(repository.partition("/"))):
         raise ValueError(
             f"checkpoint {shown(str(path_or_id))} does not exist; give the path of a GGUF file, or its place on the"
             f" Hugging Face Hub, such as 'owner/name/model{SUFFIX}'"
@@ -55,10 +60,10 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     import huggingface_hub
 
     try:
-        if is_gguf(Path(hub_id)):
-            return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file, revision=revision or None))
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision))
         snapshot = huggingface_hub.snapshot_download(
-            hub_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED
+            repository, revision=revision, allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED
         )
     # The Hub's own errors derive from these two; what is wrong (name, access, network) is in their message.
     except (OSError, ValueError) as error:
@@ -70,9 +75,48 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     return Path(snapshot)
 
 
+class HubId(NamedTuple):
+    """The parts of an id of the Hub; `file` is a GGUF file in the repository, None for the repository itself."""
+
+    repository: str
+    revision: str | None
+    file: str | None
+
+
+def read_hub_id(text: str) -> HubId:
+    """Returns the parts of an id, with its revision at the end or, as in paths of hf://, before the file."""
+    before, _, after = text.partition("@")
+    if is_gguf(Path(before)):
+        owner, name, file = [*before.split("/", 2), "", ""][:3]
+        return HubId(f"{owner}/{name}", after or None, file) if file else HubId("", after or None, before)
+    within = REVISION_AND_FILE.fullmatch(after) if is_gguf(Path(after)) else None
+    return HubId(before, after or None, None) if within is None else HubId(before, within[1], within[2])
+
+
+def without_download(path_or_id: str | Path) -> str | Path:
+    """Returns the place of a GGUF file that was downloaded from the Hub; all that is no such file as it is.
+
+    Raises ValueError for one that was not, because its metadata lie in the file, with its weights.
+    """
+    repository, revision, file = read_hub_id(str(path_or_id))
+    is_local = str(path_or_id).startswith(LOCAL_STARTS) or Path(path_or_id).expanduser().exists()
+    if is_local or file is None or not all(repository.partition("/")):
+        return path_or_id
+    import huggingface_hub
+
+    place = huggingface_hub.try_to_load_from_cache(repository, file, revision=revision)
+    if isinstance(place, str):
+        return Path(place)
+    option = "" if revision is None else f" --revision {revision}"
+    raise ValueError(
+        f"{path_or_id} is on the Hub, and its metadata lie in one file with its weights; download it first, by"
+        f" `hf download {repository} {file}{option}`, or ask for the repository that it was made from"
+    )
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """Returns the models in GGUF that a folder has, without the parts for images that lie beside some."""
-    return sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj"))
+    return sorted(file for file in folder.glob(f"*{SUFFIX}") if not file.name.startswith(IMAGE_PARTS))
 
 
 def _way_out(folder: Path) -> str:
@@ -127,14 +171,7 @@ def read_headers(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredT
             f"if {named} has its weights, rename it to {SINGLE_FILE}" if named else "use a checkpoint in safetensors"
         )
         raise ValueError(f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; {way_out}")
-    weight_map = read_json(path / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{path / INDEX_FILE} has no weight_map of file names but {weight_map!r}; download it again")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard:
-            raise ValueError(
-                f"{path / INDEX_FILE} names no file for {name}: its weight_map says {shard!r}; download it again"
-            )
+    weight_map = _read_index(path)
     shards = sorted(set(weight_map.values()))
     absent = [name for name in shards if not (path / name).is_file()]
     if absent:
@@ -145,3 +182,23 @@ def read_headers(path: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredT
     found |= {name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]}
     others = {name: tensor for name, tensor in found.items() if name not in weight_map}
     return {name: tensor for name, tensor in found.items() if name in weight_map}, others
+
+
+def has_all_weights(path: Path) -> bool:
+    """True if a folder has its one file of weights, or all files that its index names; ValueError for a bad index."""
+    if (path / SINGLE_FILE).is_file():
+        return True
+    return (path / INDEX_FILE).is_file() and all((path / name).is_file() for name in _read_index(path).values())
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Returns the file of each tensor of a folder, by the tensor's name."""
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path / INDEX_FILE} has no weight_map of file names but {weight_map!r}; download it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard:
+            raise ValueError(
+                f"{path / INDEX_FILE} names no file for {name}: its weight_map says {shard!r}; download it again"
+            )
+    return weight_map

@@ -24,6 +24,7 @@ import textwrap
 import time
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxinfer._version import __version__
@@ -522,7 +523,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer.cli.doctor import examine
     from jaxinfer.cli.machine import describe_machine
-    from jaxinfer.device import describe_cpu, require_device, resolve_dtype
+    from jaxinfer.device import describe_cpu, idle_accelerators, require_device, resolve_dtype
     from jaxinfer.engine.engine import BUNDLED_MODEL
     from jaxinfer.xla_options import FUSED_PRODUCTS
     from kernels_pallas.device import device_at_hand
@@ -532,9 +533,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     dtype = resolve_dtype(arguments.dtype)
     model = arguments.model or BUNDLED_MODEL
     show(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
-    if not arguments.quiet:
-        for line in describe_machine(model, config, dtype):
-            show(line)
+    machine = describe_machine(model, config, dtype)
+    if arguments.quiet:  # its devices alone, which come first
+        machine = [*takewhile(lambda line: line.startswith("device: "), machine), *idle_accelerators()]
+    for line in machine:
+        show(line)
     if (platform := device_at_hand().platform) != "cpu":
         show(f"the device is a {platform}: bits of a request may depend on the batch, as exact bits are for CPU alone")
         return 0

@@ -109,6 +109,7 @@ def describe(name: str) -> Iterator[str]:
     Of a Hub id the configuration is downloaded, and the sizes of its files are asked for.
     """
     from jaxinfer.checkpoint import open_checkpoint
+    from jaxinfer.checkpoint.huggingface import has_all_weights, without_download
     from jaxinfer.checkpoint.published import PUBLISHED, published_config
 
     place = Path(name).expanduser()
@@ -118,16 +119,18 @@ def describe(name: str) -> Iterator[str]:
         yield f"yes: {model_type}, {_size(config)}, context {config.max_position:,} tokens; a built-in shape, for plans"
         yield f"next: jaxinfer plan {shlex.quote(name)} --device L4"
         return
-    _refuse_remote_gguf(name, place)
+    local = without_download(name)
     sizes = {} if place.exists() else _remote_sizes(name)
     _require_weights(name, sizes)
-    checkpoint = open_checkpoint(name, SMALL_FILES)
-    is_whole = place.exists() or any(checkpoint.path.glob("*.safetensors"))
+    checkpoint = open_checkpoint(local, SMALL_FILES)
     try:
         config = checkpoint.config
+        is_whole = place.exists() or checkpoint.gguf is not None or has_all_weights(checkpoint.path)
         if is_whole:
             checkpoint.plan(config.regrouped((1,) * config.num_layers))
             sizes = dict(checkpoint.file_sizes())
+        else:
+            _check_packing(checkpoint)
     except (ValueError, NotImplementedError) as error:
         raise NotReadError(str(error)) from None
     num_bytes = sum(size for file, size in sizes.items() if file.endswith(WEIGHTS))
@@ -192,31 +195,26 @@ def _num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config, "float32")))
 
 
-def _refuse_remote_gguf(name: str, place: Path) -> None:
-    """Raises ValueError for a GGUF file on the Hub that is not here: its metadata lie in the file, with its weights."""
-    from jaxinfer.gguf.file import is_gguf
+def _check_packing(checkpoint: Checkpoint) -> None:
+    """Raises ValueError if config.json alone says that the packed weights cannot be read."""
+    from jaxinfer.checkpoint.formats.described import DescribedCheckpoint
+    from jaxinfer.checkpoint.huggingface import read_json
 
-    owner, repository, file = [*name.split("/", 2), "", ""][:3]
-    if place.exists() or not is_gguf(place) or not file or name.startswith((".", "/", "~")):
-        return
-    import huggingface_hub
-
-    if not isinstance(huggingface_hub.try_to_load_from_cache(f"{owner}/{repository}", file), str):
-        raise ValueError(
-            f"{name} is on the Hub, and its metadata lie in one file with its weights; download it first, by"
-            f" `hf download {owner}/{repository} {file}`, or ask for the repository that it was made from"
-        )
+    if checkpoint.packing is not None:
+        DescribedCheckpoint(checkpoint.path, read_json(checkpoint.config_file)).headers  # noqa: B018
 
 
 def _remote_sizes(name: str) -> dict[str, int]:
-    """Returns the bytes of the files of a repository on the Hub; {} if it cannot be asked."""
+    """Returns the bytes of the files of a repository on the Hub; {} if it cannot be asked, or for a file of one."""
     import huggingface_hub
 
-    if name.startswith((".", "/", "~")):
+    from jaxinfer.checkpoint.huggingface import LOCAL_STARTS, read_hub_id
+
+    repository, revision, file = read_hub_id(name)
+    if file is not None or name.startswith(LOCAL_STARTS):
         return {}
-    repository, _, revision = name.partition("@")
     try:
-        info = huggingface_hub.HfApi().model_info(repository, revision=revision or None, files_metadata=True)
+        info = huggingface_hub.HfApi().model_info(repository, revision=revision, files_metadata=True)
     except Exception:  # of several libraries; the download of the configuration says what is wrong
         return {}
     return {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -224,13 +222,15 @@ def _remote_sizes(name: str) -> dict[str, int]:
 
 def _require_weights(name: str, sizes: dict[str, int]) -> None:
     """Raises NotReadError if the files of a repository have no weights in safetensors; drops other copies of them."""
+    from jaxinfer.checkpoint.huggingface import IMAGE_PARTS
+
     for file in [file for file in sizes if any(fnmatch(file, pattern) for pattern in OTHER_COPIES)]:
         del sizes[file]
     if not sizes or any(file.endswith(".safetensors") for file in sizes):
         return
-    files = [file for file in sizes if file.endswith(".gguf")]
+    files = [file for file in sizes if file.endswith(".gguf") and not file.startswith(IMAGE_PARTS)]
     if files:
-        raise NotReadError(f"{name} has several GGUF files, or one; give one of them, such as {name}/{files[0]}")
+        raise NotReadError(f"{name} has its weights in GGUF files; give one of them, such as {name}/{files[0]}")
     raise NotReadError(
         f"{name} has no weights in safetensors or GGUF; take another copy of the model, or write one by"
         " save_pretrained of transformers"

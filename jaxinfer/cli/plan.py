@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cli.options import from_arguments, read_size, reader
 from jaxinfer.cli.output import show
-from jaxinfer.config import PLANNED_FIELDS, EngineConfig
+from jaxinfer.config import AUTO, PLANNED_FIELDS, EngineConfig
 from jaxinfer.xla_options import MEMORY_FRACTION
 
 if TYPE_CHECKING:
-    from jaxinfer.capacity import Answer, CompiledStep, DeploymentPlan, Layout, Rates
+    from jaxinfer.capacity import Answer, CompiledStep, DeploymentPlan, Devices, Layout, Rates
 
 OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED_FIELDS)
 EXIT_FAILURE = 1
@@ -36,8 +36,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     device = f"{EXAMPLES}, …; without a number as few as hold the model"
     command.add_argument("--device", required=True, metavar="NAME", help=device)
     command.add_argument("--dtype", help="type of weights that are not packed: float32, bfloat16, float16 or auto")
-    replicas = {"dest": "num_replicas", "type": int, "default": 1, "metavar": "N"}  # no option of an EngineConfig here
-    command.add_argument("--replicas", **replicas, help="copies of the model, which share the devices (default 1)")
+    of_replicas = "copies of the model, which share the devices (default 1); auto: the most that they hold"
+    replicas = {"dest": "num_replicas", "default": 1, "metavar": "N"}  # no option of an EngineConfig here
+    command.add_argument("--replicas", type=reader(_read_replicas, "N or auto"), **replicas, help=of_replicas)
     command.add_argument("--context", type=int, metavar="N", help="tokens of each decoding request (default 1024)")
     command.add_argument("--prompt", type=int, metavar="N", help="tokens before the first token (default 1024)")
     command.add_argument("--price", type=float, metavar="DOLLARS", help="of one device for an hour")
@@ -63,18 +64,19 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
     rates = {"bandwidth": arguments.bandwidth, "flops": arguments.flops, "link_bytes": arguments.link_bandwidth}
     devices = parse_devices(arguments.device, memory_bytes=config.memory_bytes, **rates)
-    devices = devices.of_each(arguments.num_replicas)
     options = {"dtype": dtype, "context": arguments.context, "prompt": arguments.prompt}
-    plan = plan_deployment(arguments.model, devices, config, **options)
+    num_replicas, plan = _plan_replicas(
+        arguments.num_replicas, devices, lambda each: plan_deployment(arguments.model, each, config, **options)
+    )
     load_rate = arguments.load_bytes_per_second
     found = answer(
         plan,
-        num_replicas=arguments.num_replicas,
+        num_replicas=num_replicas,
         price=arguments.price,
         load_bytes_per_second=LOAD_BYTES_PER_SECOND if load_rate is None else load_rate,
     )
     if not arguments.json:
-        show("\n".join(describe_plan(plan, found, config, arguments.num_replicas)))
+        show("\n".join(describe_plan(plan, found, config, num_replicas, _fewer(num_replicas, devices))))
     compiled, failure = {}, None
     if arguments.compile and plan.best is not None:
         try:
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             failure = " ".join(str(error).split())
     if arguments.json:
         steps = {name: asdict(step) for name, step in compiled.items()}
-        further = {"replicas": arguments.num_replicas, "compiled": steps, "compiler_failure": failure}
+        further = {"replicas": num_replicas, "compiled": steps, "compiler_failure": failure}
         further |= {"answer": None if found is None else asdict(found)}
         show(json.dumps(plan.as_dict() | further))
     else:
@@ -94,16 +96,46 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FAILURE if plan.best is None or failure is not None else 0
 
 
+def _plan_replicas(
+    num_replicas: int | str, devices: Devices, plan: Callable[[Devices], DeploymentPlan]
+) -> tuple[int, DeploymentPlan]:
+    """Returns the number of replicas and the plan of each; of AUTO the most that the devices hold, else one."""
+    if isinstance(num_replicas, int):
+        return num_replicas, plan(devices.of_each(num_replicas))
+    count = devices.count
+    if count is None:
+        name = devices.chip.name
+        raise ValueError(
+            f"--replicas {AUTO} shares all devices, and their number is not given; give {name}x8 or another"
+        )
+    for number in (n for n in range(count, 1, -1) if count % n == 0):
+        if (found := plan(devices.of_each(number))).best is not None:
+            return number, found
+    return 1, plan(devices)
+
+
+def _fewer(num_replicas: int, devices: Devices) -> list[int]:
+    """Returns the smaller numbers of replicas that can share the devices; [] if the number of devices is free."""
+    return [n for n in range(1, num_replicas) if devices.count is not None and devices.count % n == 0]
+
+
 def describe_plan(
-    plan: DeploymentPlan, found: Answer | None, config: EngineConfig, num_replicas: int = 1
+    plan: DeploymentPlan,
+    found: Answer | None,
+    config: EngineConfig,
+    num_replicas: int = 1,
+    fewer: Sequence[int] = (),
 ) -> Iterator[str]:
-    """Yields the lines of a plan for people; it is that of each of `num_replicas` copies of the model."""
+    """Yields the lines of a plan for people; it is that of each of `num_replicas` copies of the model.
+
+    `fewer`: the numbers of copies that leave each more devices.
+    """
     yield _heading(plan, config, num_replicas)
     fitting = [layout for layout in plan.layouts if layout.refusal is None]
     yield from _table(fitting)
     yield from _unfit([layout for layout in plan.layouts if layout.refusal is not None])
     if found is None:
-        yield _refusal(plan, config)
+        yield _refusal(plan, config, fewer)
         return
     best = fitting[0]
     yield f"Take {_options(plan, best, num_replicas)}{_reason(best, fitting)}."
@@ -201,9 +233,12 @@ def _names(layouts: Sequence[Layout]) -> str:
     return " ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-def _refusal(plan: DeploymentPlan, config: EngineConfig) -> str:
-    rounded = "" if plan.packing or config.quantization == "int4" else ", or --quantization int8 or int4"
-    return f"{plan.model} does not fit on {plan.devices}: take more or larger devices{rounded}."
+def _refusal(plan: DeploymentPlan, config: EngineConfig, fewer: Sequence[int]) -> str:
+    """Returns the sentence that a model does not fit, with the ways out that were not given yet."""
+    smaller = {None: ", or --quantization int8 or int4", "int8": ", or --quantization int4"}
+    rounded = "" if plan.packing else smaller.get(config.quantization, "")
+    shares = f"fewer replicas ({', '.join(map(str, fewer))}), " if fewer else ""
+    return f"{plan.model} does not fit on {plan.devices}: take {shares}more or larger devices{rounded}."
 
 
 def _options(plan: DeploymentPlan, best: Layout, num_replicas: int) -> str:
@@ -286,6 +321,10 @@ def figure(number: float) -> str:
     """Returns a number in three digits, with none behind the point from 100 on."""
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     return f"{round(number, digits):,.{max(digits, 0)}f}"
+
+
+def _read_replicas(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
 
 
 def _read_rate(text: str) -> float:

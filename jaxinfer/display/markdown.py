@@ -17,6 +17,7 @@ from markdown_it.token import Token
 
 MAX_NESTING = 60  # of lists and quotations, far below the depth of Python's stack
 MAX_COLOURED = 20_000  # characters of a piece of code, of which each word may become an element
+MAX_GROWTH, MAX_SMALL = 32, 4096  # coloured code of single characters grows most; a small text may always
 MAX_LEXERS = 64  # a text may name any languages
 HEADING_SHIFT = 2  # the page itself has the first two levels
 LINK = re.compile(r"(https?|mailto):", re.IGNORECASE)
@@ -42,8 +43,14 @@ CLASSES = {
 
 
 def html_of(text: str) -> str:
-    """Returns the HTML of a text in Markdown, CommonMark with tables and strikethrough; a line break stays one."""
-    return _parser().render(text)
+    """Returns the HTML of a text in Markdown, CommonMark with tables and strikethrough; a line break stays one.
+
+    Raises ValueError for HTML of more than `MAX_GROWTH` times the text.
+    """
+    html = _parser().render(text)
+    if len(html) > MAX_GROWTH * len(text) + MAX_SMALL:
+        raise ValueError(f"the HTML of the text has {len(html):,} characters, too many for its {len(text):,}")
+    return html
 
 
 def answers() -> Callable[[str], str]:
@@ -55,7 +62,8 @@ def answers() -> Callable[[str], str]:
 @cache
 def _parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False, "breaks": True, "maxNesting": MAX_NESTING})
-    parser.enable(["table", "strikethrough"]).disable(["image", "html_block", "html_inline"])
+    # A reference repeats its address at each use, so a short text could become a long page.
+    parser.enable(["table", "strikethrough"]).disable(["image", "reference", "html_block", "html_inline"])
     parser.validateLink = lambda url: LINK.match(url) is not None  # pyright: ignore[reportAttributeAccessIssue]
     parser.core.ruler.push("page", lambda state: _fit_page(state.tokens))
     for name in ("fence", "code_block"):

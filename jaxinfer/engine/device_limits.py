@@ -90,22 +90,25 @@ def chosen_parallelism(
     *,
     speculates: bool,
 ) -> Parallelism | None:
-    """Returns the parallelism of an engine: of None the fewest devices, and of replicas="auto" all of them.
+    """Returns the parallelism of an engine, with a number of replicas; None is one device.
 
-    `devices` are those that the user has given, None for all of this process.
+    If the configuration has none, it is that of `fewest_devices`. `devices` are those that the user has given, None for
+    all of this process. Raises ValueError if replicas="auto" cannot share given devices evenly.
     """
     given = config.parallelism
-    if given is not None and given.replicas != AUTO:
+    if given is None:
+        return fewest_devices(checkpoint, config, dtype, speculates=speculates) if devices is None else None
+    if given.replicas != AUTO:
         return given
     split = given
-    if devices is None and (given is None or given.devices_per_replica == 1):
-        split = fewest_devices(checkpoint, config, dtype, speculates=speculates)
-    if given is None:
-        return split
-    split = Parallelism() if split is None else split
-    num_devices = jax.local_device_count() if devices is None else len(devices)
-    replicas = max(num_devices // split.devices_per_replica, 1)
-    return replace(split, replicas=replicas, prefill=given.prefill)
+    if devices is None and given.devices_per_replica == 1:
+        split = fewest_devices(checkpoint, config, dtype, speculates=speculates) or Parallelism()
+    each, num_devices = split.devices_per_replica, jax.local_device_count() if devices is None else len(devices)
+    if num_left := num_devices % each:
+        if devices is not None:
+            raise ValueError(f"replicas={AUTO!r} of {each} devices each cannot share {num_devices}; give a multiple")
+        logger.warning("%d of the %d devices stay idle: each replica has %d", num_left, num_devices, each)
+    return replace(split, replicas=max(num_devices // each, 1), prefill=given.prefill)
 
 
 def _refusal(

@@ -47,6 +47,7 @@ from jaxinfer.serve.batches.batches import Batches
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import add_batches
 from jaxinfer.serve.bodies import BodyRoute, heavy_threads
+from jaxinfer.serve.logs import TokenCount
 from jaxinfer.serve.metrics import ObservedStream
 from jaxinfer.serve.page_routes import add_page_routes
 from jaxinfer.serve.refusals import refusal_response
@@ -210,6 +211,7 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
                 tenant = options.get("tenant", "")
                 inputs = [await llm.tokenize(p, tenant=tenant) if isinstance(p, str) else p for p in prompts]
                 prompt_lens.extend(map(len, inputs))
+                request.state.tokens = TokenCount(sum(prompt_lens))
                 state.count(request, sum(prompt_lens))
                 return await llm.embed(inputs, **options)
 

@@ -72,7 +72,7 @@ class EngineLog:
         self._last, self._time = metrics, now
         found = metrics.num_found_tokens - last.num_found_tokens
         computed = metrics.num_prefill_tokens - last.num_prefill_tokens
-        if metrics.num_steps == last.num_steps and not metrics.num_waiting:
+        if metrics.num_steps == last.num_steps and not metrics.num_waiting + metrics.num_running:
             return
         fields = {
             "running": metrics.num_running,

@@ -175,7 +175,8 @@ class ServerState:
     def count_output(self, request: Request, sampling: SamplingParams, delta: Delta) -> None:
         """Counts the tokens of a delta; with `best_of` only some samples come, and stand for all."""
         tokens: TokenCount = request.state.tokens
-        tokens.num_output += len(delta.token_ids)
+        num_output = len(delta.token_ids) * sampling.num_samples // sampling.n
+        tokens.num_output += num_output
         if tokens.ttft is None and delta.token_ids:
             tokens.ttft = time.monotonic() - request.state.arrival
-        self.count(request, len(delta.token_ids) * sampling.num_samples // sampling.n)
+        self.count(request, num_output)

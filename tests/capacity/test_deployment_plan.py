@@ -59,6 +59,16 @@ def of(name: str, count: int | None) -> Devices:
         ("2 x RTX 5090", of("RTX5090", 2)),
         ("rtx-pro-6000", of("RTXPRO6000", None)),
         ("L40S-2", of("L40S", 2)),
+        ("H100-80", of("H100", None)),
+        ("H100-80GB", of("H100", None)),
+        ("H100-80GB-2", of("H100", 2)),
+        ("4xH100-80", of("H100", 4)),
+        ("H200-141", of("H200", None)),
+        ("L40S-48", of("L40S", None)),
+        ("L4-24", of("L4", None)),
+        ("H100-8", of("H100", 8)),
+        ("H100x80", of("H100", 80)),
+        ("v6e-32", of("v6e", 32)),
     ],
 )
 def test_names_of_devices_are_those_of_clouds(name, expected):
@@ -69,6 +79,11 @@ def test_names_of_devices_are_those_of_clouds(name, expected):
 def test_an_unknown_device_is_refused_with_those_that_are_known(name):
     with pytest.raises(ValueError, match="device="):
         parse_devices(name)
+
+
+def test_a_large_number_behind_a_hyphen_is_none_of_gpus():
+    with pytest.raises(ValueError, match="'H100-94' has 94 behind a hyphen.* give H100x94 for 94 devices, or H100 for"):
+        parse_devices("H100-94")
 
 
 def test_chips_have_the_data_sheets_by_which_kernels_are_planned():
@@ -166,7 +181,8 @@ def test_the_answer_is_a_bound_and_its_measured_part():
     assert found.dollars_per_hour == 4.0 * 6
     assert found.bound.dollars_per_million_tokens == pytest.approx(24 / (3600 * 3 * rows / seconds) * 1e6)
     assert found.load_seconds == pytest.approx(2 * P / 2e9)
-    for options in ({"price": -1.0}, {"load_bytes_per_second": 0.0}):
+    refused: list[dict[str, Any]] = [{"price": -1.0}, {"load_bytes_per_second": 0.0}]
+    for options in refused:
         with pytest.raises(ValueError, match="is not allowed"):
             capacity.answer(plan, **options)
 
@@ -458,3 +474,38 @@ def test_the_command_says_what_does_not_fit(capsys):
     out = capsys.readouterr().out
     assert re.search(r"Too small: 1x1: 1[45]\.\d GB more than a device has\.\n", out)  # 141.1 GB less 0.98 of 129.7
     assert out.endswith("does not fit on 1 x H200: take more or larger devices, or --quantization int8 or int4.\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        (["--device", "L4x1", "--quantization", "int8"], "L4: take more or larger devices, or --quantization int4."),
+        (["--device", "L4x1", "--quantization", "int4"], "L4: take more or larger devices."),
+        (
+            ["--device", "H100x8", "--replicas", "8", "--quantization", "int4", "--memory-bytes", "20GB"],
+            "H100: take fewer replicas (1, 2, 4), more or larger devices.",
+        ),
+        (
+            ["--device", "T4", "--replicas", "2", "--quantization", "int4", "--memory-bytes", "1GB"],
+            "take more or larger devices.",
+        ),
+    ],
+)
+def test_the_way_out_is_none_that_was_taken(options, way_out, capsys):
+    assert main(["plan", "Llama-3-70B", *options]) == 1
+    assert capsys.readouterr().out.endswith(f"{way_out}\n")
+
+
+@pytest.mark.parametrize(
+    ("device", "num_replicas", "count"), [("H100x8", 4, 2), ("L4x2", 1, 2)], ids=["that fit", "none fits"]
+)
+def test_replicas_may_be_the_most_that_the_devices_hold(device, num_replicas, count, capsys):
+    main(["plan", "Llama-3-70B", "--device", device, "--replicas", "auto", "--json"])
+
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["replicas"], plan["devices"]["count"]) == (num_replicas, count)
+
+
+def test_replicas_of_a_free_number_of_devices_are_refused(capsys):
+    assert main(["plan", LLAMA, "--device", "H100", "--replicas", "auto"]) == 2
+    assert "their number is not given; give H100x8 or another" in capsys.readouterr().err

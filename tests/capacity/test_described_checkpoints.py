@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from jaxinfer.capacity import parse_devices, plan_deployment
 from jaxinfer.checkpoint import load_checkpoint
@@ -68,6 +69,8 @@ def test_a_plan_of_a_packed_checkpoint_has_the_bytes_of_its_loaded_parameters(na
     path = WRITERS[writer](sources[family], tmp_path / "both", **options | STATED.get(name, {})).path
     edit_json(path, dtype=DTYPES.get(name, "float32"))
     params, _ = load_checkpoint(path, "bfloat16")
+    # The writers leave float32 in the file, whatever config.json says.
+    as_stored, _ = load_checkpoint(path, "float32" if has_weights else DTYPES.get(name, "float32"))
     if not has_weights:
         (path / "model.safetensors").unlink()
 
@@ -75,12 +78,43 @@ def test_a_plan_of_a_packed_checkpoint_has_the_bytes_of_its_loaded_parameters(na
 
     assert plan.best is not None
     assert plan.best.memory is not None
-    assert plan.best.memory.resident_bytes == plan.checkpoint_bytes == num_bytes(params)
+    assert plan.best.memory.resident_bytes == num_bytes(params)
+    assert plan.checkpoint_bytes == num_bytes(as_stored)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])  # phi3 has several products in one stored tensor
+def test_a_load_reads_the_bytes_of_the_file_in_any_dtype(family, tmp_path):
+    path = save_random_checkpoint(tmp_path, family)
+    tensors = load_file(path / "model.safetensors")
+
+    plan = plan_deployment(path, parse_devices("H200x1"), dtype="bfloat16")
+
+    assert plan.checkpoint_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("stated", "itemsize"), [({"dtype": "float32"}, 4), ({"torch_dtype": "float16"}, 2), ({"dtype": None}, 2)], ids=str
+)
+def test_without_the_file_a_load_reads_the_dtype_of_the_configuration(stated, itemsize, tmp_path):
+    path = save_random_checkpoint(tmp_path, "llama")
+    (path / "model.safetensors").unlink()
+    edit_json(path, dtype=None, torch_dtype=None)
+    edit_json(path, **stated)
+
+    plan = plan_deployment(path, parse_devices("H200x1"), dtype="float32")
+
+    assert plan.checkpoint_bytes == itemsize * plan.num_parameters
+
+
+def test_a_published_model_is_loaded_in_bfloat16_whatever_it_computes_in():
+    wide, own = (plan_deployment("Qwen3-0.6B", parse_devices("H100x1"), dtype=dtype) for dtype in ("float32", None))
+
+    assert wide.checkpoint_bytes == own.checkpoint_bytes == 2 * own.num_parameters
 
 
 def test_a_gguf_is_planned_in_its_blocks(tmp_path):
     path, _ = save_gguf(tmp_path, "llama", lambda _: "Q4_K")
-    params, _ = load_checkpoint(path, "bfloat16")
+    params, _ = load_checkpoint(path, "float32")  # as the file has its norms
 
     plan = plan_deployment(path, parse_devices("H200x1"))
 

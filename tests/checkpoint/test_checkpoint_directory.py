@@ -208,6 +208,27 @@ def test_a_hub_id_may_name_a_revision(monkeypatch, tmp_path):
     assert asked["revision"] is None
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "revision"),
+    [
+        ("own/name@v1/q4.gguf", "q4.gguf", "v1"),
+        ("own/name@v1/folder/q4.gguf", "folder/q4.gguf", "v1"),
+        ("own/name@refs/pr/3/q4.gguf", "q4.gguf", "refs/pr/3"),
+        ("own/name/q4.gguf@refs/pr/3", "q4.gguf", "refs/pr/3"),
+    ],
+)
+def test_a_revision_may_stand_before_a_gguf_file_or_behind_it(name, file, revision, monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched the repository"))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *a, **k: asked.update(k, file=a) or str(tmp_path / "q4.gguf")
+    )
+
+    assert resolve_checkpoint(name) == tmp_path / "q4.gguf"
+
+    assert asked == {"file": ("own/name", file), "revision": revision}
+
+
 def test_hub_id_is_downloaded_without_what_is_not_needed(monkeypatch, tmp_path):
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.update(k, id=a[0]) or str(tmp_path))

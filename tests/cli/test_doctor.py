@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer import device
 from jaxinfer.cli import doctor
 from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
@@ -120,10 +121,22 @@ def test_the_command_fails_and_names_what_is_wrong(checkpoint, capsys, monkeypat
     monkeypatch.setattr(row_products, "multiply_each", differs)
     argv = ["doctor", "--model", str(checkpoint), "--max-num-seqs", "5", "--page-size", "16", "--num-pages", "9"]
     assert main([*argv, "--quiet"]) == 1
-    _, *faulty, verdict = capsys.readouterr().out.splitlines()
+    _, named, *faulty, verdict = capsys.readouterr().out.splitlines()
+    assert named.startswith("device: ")
     assert len(faulty) == 2
     assert all(line.startswith("rows_by_matrices ") and "other bits with 3 rows than with 8" in line for line in faulty)
     assert verdict == "2 of 8 products depend on the batch: so do the bits of a request on this CPU"
+
+
+def test_a_quiet_doctor_names_the_device_and_those_that_are_idle(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(device, "idle_accelerators", lambda: ["JAX computes on the CPU though /dev/nvidia0 is there"])
+    monkeypatch.setattr(doctor, "examine", lambda *_: [])
+
+    assert main(["doctor", "--quiet", "--model", str(checkpoint)]) == 0
+
+    _, named, idle, _ = capsys.readouterr().out.splitlines()
+    assert named.startswith(f"device: {jax.devices()[0].device_kind} (cpu), ")
+    assert idle == "JAX computes on the CPU though /dev/nvidia0 is there"
 
 
 def test_another_device_is_refused_by_name(checkpoint, monkeypatch):

@@ -36,6 +36,7 @@ def hub(folder, monkeypatch):
 
     def model_info(self, name, *, revision, files_metadata):
         assert (name, files_metadata) == ("owner/name", True)
+        assert revision in (None, "v1")
         siblings = [SimpleNamespace(rfilename=file, size=size) for file, size in files.items()]
         return SimpleNamespace(siblings=siblings)
 
@@ -115,6 +116,11 @@ def test_a_hub_that_cannot_be_asked_for_sizes_leaves_them_out(hub, monkeypatch, 
     [
         ({"pytorch_model.bin": 9}, "owner/name has no weights in safetensors or GGUF"),
         ({"model-q8_0.gguf": 9}, "give one of them, such as owner/name/model-q8_0.gguf"),
+        (
+            {"mmproj-f16.gguf": 9, "q4.gguf": 9},
+            "owner/name has its weights in GGUF files; give one of them, such as owner/name/q4.gguf",
+        ),
+        ({"mmproj-f16.gguf": 9}, "owner/name has no weights in safetensors or GGUF"),
         ({"consolidated.safetensors": 9}, "owner/name has no weights in safetensors or GGUF"),
     ],
 )
@@ -127,6 +133,65 @@ def test_a_repository_without_weights_that_are_read_gets_a_no(hub, files, messag
     out = capsys.readouterr().out
     assert out.startswith("no: ")
     assert message in out
+
+
+def test_a_gguf_file_of_a_revision_is_named_as_it_can_be_given(hub, capsys):
+    hub.clear()
+    hub |= {"q4.gguf": 9}
+
+    assert main(["models", "owner/name@v1"]) == 1
+    assert "such as owner/name@v1/q4.gguf\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["owner/name/q4.gguf", "owner/name/q4.gguf@v1", "owner/name@v1/q4.gguf"])
+def test_a_gguf_file_on_the_hub_is_read_only_if_it_is_here(name, tmp_path, monkeypatch, capsys):
+    path, _ = save_gguf(tmp_path, "llama", "Q8_0")
+    found: dict[tuple[str, ...], str] = {}
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("downloaded the weights"))
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda repository, file, *, revision: found.get((repository, file, revision)),
+    )
+
+    assert main(["models", name]) == 2
+    message = capsys.readouterr().err
+    assert "`hf download owner/name q4.gguf" in message
+    assert ("--revision v1" in message) == ("v1" in name)
+    assert main(["plan", name, "--device", "H100x1"]) == 2
+    assert "download it first" in capsys.readouterr().err
+
+    found["owner/name", "q4.gguf", "v1" if "v1" in name else None] = str(path)  # type: ignore[index]
+    assert main(["models", name]) == 0
+    assert "only its configuration" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_an_interrupted_download_counts_as_its_configuration(has_index, hub, folder, capsys):
+    (folder / "model-00002-of-00002.safetensors").touch()
+    if has_index:
+        files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    assert main(["models", "owner/name"]) == 0
+
+    out = capsys.readouterr().out
+    assert "2.5 GB as stored" in out
+    assert "only its configuration is here" in out
+
+
+def test_packed_weights_that_cannot_be_read_get_a_no_from_the_configuration(hub, folder, capsys):
+    packing = {"quant_method": "awq", "version": "gemv", "bits": 4, "group_size": 64, "zero_point": True}
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": packing}))
+
+    assert main(["models", "owner/name"]) == 1
+
+    out = capsys.readouterr().out
+    assert out.startswith("no: ")
+    assert "gemv" in out
+
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {"quantization_config": packing | {"version": "gemm"}}))
+    assert main(["models", "owner/name"]) == 0
 
 
 @pytest.mark.parametrize(

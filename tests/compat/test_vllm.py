@@ -25,6 +25,7 @@ LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 32,
+    "max_listed_tokens": 200,  # a field of EngineConfig that vLLM has not
 }
 
 
@@ -136,6 +137,7 @@ def test_the_stop_that_ended_a_text_is_named(llm):
     )
 
     assert (by_text.finish_reason, by_text.stop_reason) == ("stop", stop)
+    assert ended(stop=np.array(["never", stop]), stop_token_ids=np.array([], int)).stop_reason == stop
     assert by_text.text == whole.text[: whole.text.index(stop)]
     assert with_stop.text == by_text.text + stop
     assert (by_token.stop_reason, by_token.token_ids[-1]) == (token, token)
@@ -189,8 +191,19 @@ def test_a_conversation_is_rendered_by_its_template_with_tools(llm):
     assert outputs[0].prompt_token_ids == llm.native.tokenizer.encode(outputs[0].prompt, add_special_tokens=False)
 
 
+def test_a_special_token_that_is_a_stop_string_is_named(llm):
+    (name, token_id), *_ = llm.native.tokenizer.special_tokens.items()
+    params = SamplingParams(stop=[name], allowed_token_ids=[token_id], ignore_eos=True, include_stop_str_in_output=True)
+
+    (output,) = llm.generate("def ", params)
+
+    assert (output.outputs[0].stop_reason, output.outputs[0].text) == (name, name)
+
+
 def test_embeddings(llm):
-    outputs = llm.embed(["def add(", "import "])
+    outputs = llm.embed(
+        ["def add(", {"prompt": "import ", "prompt_token_ids": None}], pooling_params=[PoolingParams()] * 2
+    )
     raw = llm.embed("def add(", pooling_params=PoolingParams(normalize=False))
 
     vector = np.array(outputs[0].outputs.embedding)
@@ -214,6 +227,7 @@ def test_adapters_are_loaded_when_a_prompt_names_them(tmp_path):
     assert tokens == [first, plain, second, first]
     assert len({tuple(first), tuple(second), tuple(plain)}) == 3
     assert mixed[2].lora_request == loras[1]
+    assert [int(output.request_id) for output in mixed] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +242,10 @@ def test_adapters_are_loaded_when_a_prompt_names_them(tmp_path):
         ({"speculative_config": {}}, ValueError, "names no model"),
         ({"limit_mm_per_prompt": {"image": 1}}, TypeError, "no parameter limit_mm_per_prompt"),
         ({"max_modle_len": 5}, TypeError, "did you mean max_model_len"),
+        ({"tensor_paralel_size": 2}, TypeError, "did you mean tensor_parallel_size"),
+        ({"load_format": "dummy"}, ValueError, "load_format='dummy' is not allowed"),
+        ({"disable_log_stats": False}, ValueError, "disable_log_stats=False is not allowed"),
+        ({"revision": "v1"}, ValueError, "needs a model on the Hub"),
         ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization=1.5"),
         ({"dtype": "float8"}, ValueError, "dtype"),
         ({"model": "owner/no-such-model-at-all", "revision": "v1"}, ValueError, "owner/no-such-model-at-all@v1"),
@@ -252,6 +270,13 @@ def test_what_cannot_be_honoured_is_refused_before_a_model_is_loaded(options, er
         ({"bad_words": "word"}, "a list of words"),
         ({"bad_words": ["word", " "]}, "a list of words"),
         ({"structured_outputs": StructuredOutputsParams()}, "0 kinds of structure"),
+        (
+            {
+                "structured_outputs": StructuredOutputsParams(regex="a"),
+                "guided_decoding": StructuredOutputsParams(regex="b"),
+            },
+            "are both given",
+        ),
         ({"structured_outputs": StructuredOutputsParams(regex="a", json_object=True)}, "2 kinds of structure"),
     ],
 )
@@ -265,8 +290,23 @@ def test_what_a_call_does_not_take_is_refused_by_name(llm):
         llm.generate("x", priority=[1])
     with pytest.raises(ValueError, match="enable_lora=True"):
         llm.generate("x", lora_request=LoRARequest("a", 1, "path"))
-    with pytest.raises(ValueError, match="sampling_params has 1 items for 2 prompts"):
-        llm.generate(["x", "y"], [SamplingParams()])
+    with pytest.raises(TypeError, match="max_tokens belongs to SamplingParams"):
+        llm.generate("x", max_tokens=16)
+    for given in ([SamplingParams()], []):
+        with pytest.raises(ValueError, match=f"sampling_params has {len(given)} items for 2 prompts"):
+            llm.generate(["x", "y"], given)
+    for own in (jaxinfer.SamplingParams(), {"temperature": 0}, "greedy"):
+        with pytest.raises(ValueError, match="sampling_params"):
+            llm.generate("x", own)
+    with pytest.raises(ValueError, match="lora_request='a'"):
+        llm.generate("x", lora_request="a")
+    unknown: dict[str, Any] = {"dimensions": 5}
+    with pytest.raises(TypeError, match="dimensions"):
+        StructuredOutputsParams(**unknown)
+    with pytest.raises(TypeError, match="dimensions"):
+        PoolingParams(**unknown)
+    with pytest.raises(ImportError, match=r"jaxinfer\.AsyncLLM serves an event loop"):
+        from jaxinfer.compat.vllm import AsyncLLMEngine  # noqa: F401
     with pytest.raises(AttributeError, match=r"llm\.embed"):
         llm.encode(["x"])
     with pytest.raises(ValueError, match="are both given"):
@@ -281,6 +321,7 @@ def test_facts_that_scripts_read(llm):
     params.max_tokens = 3
     params.output_kind = RequestOutputKind.FINAL_ONLY
 
+    params.stop_token_ids.append(5)
     assert llm.llm_engine.model_config.max_model_len == 256
     assert llm.generate("x", params.clone())[0].outputs[0].finish_reason in ("stop", "length")
 
@@ -294,7 +335,9 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.renderers.hf import resolve_chat_template
 from vllm.tokenizers import get_tokenizer
-import vllm.sampling_params
+import vllm.sampling_params, vllm.logprobs
+from vllm.entrypoints.llm import LLM as same
+assert same is LLM and vllm.logprobs.Logprob
 assert importlib.util.find_spec("vllm") is not None
 assert importlib.metadata.version("vllm") == vllm.__version__
 print(LLM.__module__)

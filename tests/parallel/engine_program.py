@@ -553,6 +553,12 @@ def fewest_devices(checkpoint: str) -> dict[str, Any]:
             llm = engine(checkpoint, given)
         tokens = [completion.token_ids for completion in run(llm, [0, 1, 2])]
         results[name] = {"parallelism": repr(llm.engine_config.parallelism), "lines": list(lines), "tokens": tokens}
+    opened, auto = open_checkpoint(checkpoint), EngineConfig(parallelism=Parallelism(tensor=3, replicas="auto"))
+    with devices_of(40_000_000):
+        alone = device_limits.chosen_parallelism(opened, auto, "float32", None, speculates=False)
+        results["left"] = {"parallelism": repr(alone), "lines": list(lines)}
+    with pytest.raises(ValueError, match="replicas='auto' of 3 devices each cannot share 4; give a multiple"):
+        device_limits.chosen_parallelism(opened, auto, "float32", jax.devices(), speculates=False)
     return results
 
 

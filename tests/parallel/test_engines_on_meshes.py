@@ -259,6 +259,10 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
     }.items():
         taken = results[name]
         assert taken == {"parallelism": f"Parallelism(tensor={split})", "lines": [], "tokens": results["tokens"]}
+    assert results["left"] == {
+        "parallelism": "Parallelism(tensor=3, experts=1, replicas=1, prefill=0)",
+        "lines": ["1 of the 4 devices stay idle: each replica has 3"],
+    }
     (line,) = results["too few"]
     assert "no split over the devices of this process holds the model" in line
     assert "of 2.0 MB" in line

@@ -295,6 +295,18 @@ def test_markdown_is_bounded_in_time_and_holds_nothing_up(http, text):
     assert max(waits) < 1.0
 
 
+def test_html_of_markdown_is_not_much_longer_than_its_text(http):
+    def post(text):
+        return http.post("/page/markdown", json={"text": text})
+
+    repeated = "[a]: http://" + "x" * 50_000 + "\n\n" + "[a]" * 1000
+    cells = "|a" * 500 + "\n" + "|-" * 500 + "\n" + "|\n" * 120
+
+    assert len(post(repeated).raise_for_status().json()["html"]) < 2 * len(repeated)
+    assert "too many for its" in post(cells).json()["error"]["message"]
+    assert post("```python\n" + "1+" * 2000).raise_for_status()
+
+
 def test_bad_markdown_bodies_and_foreign_pages_are_refused(http):
     too_long = http.post("/page/markdown", json={"text": "a" * (MAX_CHARACTERS + 1)})
     assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "text")

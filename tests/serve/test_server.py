@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -352,6 +353,16 @@ def test_the_log_has_the_tokens_of_a_request(served, caplog, stream):
     assert f"{fields['prompt_tokens']} + {fields['output_tokens']} tokens, the first after" in record.getMessage()
 
 
+def test_the_log_has_the_tokens_of_an_embedding(served, caplog):
+    _, _, http = served
+    with caplog.at_level(logging.INFO, "jaxinfer.serve"):
+        usage = http.post("/v1/embeddings", json={"model": NAME, "input": [[5, 6, 7], [8]]}).json()["usage"]
+        until(lambda: caplog.records)
+
+    assert usage["prompt_tokens"] == 4
+    assert "4 + 0 tokens" in caplog.records[0].getMessage()
+
+
 def test_the_log_has_the_rates_of_an_engine_that_works(served, caplog):
     llm, _, http = served
     engine_log = EngineLog(llm.metrics(), 100.0)
@@ -365,10 +376,13 @@ def test_the_log_has_the_rates_of_an_engine_that_works(served, caplog):
         engine_log.write(llm.metrics(), 120.0)
         engine_log.write(llm.metrics(), 130.0)
 
-    (record,) = [each for each in caplog.records if "engine:" in each.getMessage()]
+        engine_log.write(replace(llm.metrics(), num_running=1), 140.0)  # such as in a step that takes a minute
+
+    (record, hung) = [each for each in caplog.records if "engine:" in each.getMessage()]
     fields: Any = record.__dict__["fields"]
     assert fields["output_tokens_per_second"] == pytest.approx(usage["completion_tokens"] / 10, abs=0.05)
     assert fields["running"] == fields["waiting"] == 0
+    assert "1 running, 0 waiting, 0.0 tokens/s" in hung.getMessage()
 
 
 def test_health_tells_of_a_step_that_hangs(served, monkeypatch):

@@ -18,8 +18,8 @@ from jaxinfer.checkpoint.safetensors_file import StatedTensor, stated
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.config import ModelConfig
 
-# The scales of compressed-tensors have the model's type.
-SCALE_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# The types of floating-point tensors by their names in config.json.
+FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 StatedParts = Callable[[str, int, int], dict[str, StatedTensor] | None]
 
 
@@ -39,16 +39,16 @@ class DescribedCheckpoint(Checkpoint):
 
     @cached_property
     def headers(self) -> dict[str, StatedTensor]:
-        """The tensors by name, all that no format packs in bfloat16."""
+        """The tensors by name. Those that the format leaves in floating point have the type of config.json."""
         logical_tensors({}, self.packing)  # refuses settings that are not honoured
         weights = self.family.weights_among([*_names_of(self.family, is_mxfp4=self._method == "mxfp4")])
         plan = plan_assembly(self.config, weights)
-        headers: dict[str, StatedTensor] = {}
+        headers, dtype = dict[str, StatedTensor](), FLOAT_TYPES[stated_dtype(self)]
         for assembly in jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Assembly)):
             shape, names = assembly.stored_shape, [name for name in assembly.names if name not in headers]
             write = self._stated_parts if _is_of_product(assembly, shape) else None
             for name in names:
-                headers |= _parts_of(name, shape, write)
+                headers |= _parts_of(name, shape, write, dtype)
         return headers
 
     @cached_property
@@ -66,25 +66,34 @@ class DescribedCheckpoint(Checkpoint):
     @cached_property
     def _stated_parts(self) -> StatedParts | None:
         """The parts of a weight by its module, outputs and inputs."""
-        packing, text = self.packing, self.family.text_settings(self.settings)
-        dtype = SCALE_TYPES.get(str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch."), "BF16")
+        packing = self.packing
         if packing is None or self._method not in STATED_PARTS:
             return None
-        write = STATED_PARTS[self._method]
+        # The scales of compressed-tensors have the model's type.
+        write, dtype = STATED_PARTS[self._method], FLOAT_TYPES[stated_dtype(self)]
         return lambda module, outputs, inputs: write(module, outputs, inputs, packing, dtype)
 
 
-def _parts_of(name: str, shape: tuple[int, ...], write: StatedParts | None) -> dict[str, StatedTensor]:
-    """Returns the stored parts of a tensor by name, written in a format or as they are."""
+def stated_dtype(checkpoint: Checkpoint) -> str:
+    """Returns the type that config.json states for floating-point tensors; bfloat16 if it states none."""
+    settings = checkpoint.settings
+    places = checkpoint.family.text_settings(settings), settings
+    values = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    names = (str(value).removeprefix("torch.") for value in values)
+    return next((name for name in names if name in FLOAT_TYPES), "bfloat16")
+
+
+def _parts_of(name: str, shape: tuple[int, ...], write: StatedParts | None, dtype: str) -> dict[str, StatedTensor]:
+    """Returns the stored parts of a tensor by name, written in a format or as they are, in `dtype`."""
     if name.endswith(mxfp4.BLOCKS):
         return mxfp4.stated_parts(name, shape)
     module = name.removesuffix(".weight")
     parts = None if write is None else write(module, *shape)
-    return {name: stated("BF16", *shape)} if parts is None else {f"{module}.{part}": parts[part] for part in parts}
+    return {name: stated(dtype, *shape)} if parts is None else {f"{module}.{part}": parts[part] for part in parts}
 
 
 def _is_of_product(assembly: Assembly, shape: tuple[int, ...]) -> bool:
-    """True for what is an nn.Linear in transformers; routers are left in floating point by all who publish."""
+    """True for weights of an nn.Linear in transformers. Published checkpoints have routers in floating point."""
     spec, name = assembly.spec, assembly.names[0]
     is_of_product = spec.num_inputs > 0 or spec.is_matrix or name.endswith("lm_head.weight")
     return is_of_product and name.endswith(".weight") and len(shape) == 2

@@ -1,7 +1,8 @@
 """The interface of vLLM's `LLM`, for scripts that were written for it: `from jaxinfer.compat.vllm import LLM`.
 
-A parameter has the meaning and default that it has in vLLM 0.18, or is refused by name. Its modules are where vLLM has
-them. Tokens are drawn by this package, so the samples of a seed differ from vLLM's.
+A parameter has the meaning and default that it has in vLLM 0.18, or is refused by name. The modules `inputs`,
+`lora.request`, `outputs`, `pooling_params`, `sampling_params` and `tokenizers` have the names of vLLM's. Tokens are
+drawn by this package, so the samples of a seed differ from vLLM's.
 """
 
 from jaxinfer.compat.vllm.inputs import TextPrompt, TokensPrompt
@@ -22,3 +23,19 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
 ]
+
+NOT_HERE = {
+    "AsyncEngineArgs": "jaxinfer.AsyncLLM takes the fields of EngineConfig",
+    "AsyncLLMEngine": "jaxinfer.AsyncLLM serves an event loop",
+    "BeamSearchParams": "LLM.native.beam_search takes num_beams and length_penalty",
+    "EngineArgs": "LLM takes the same parameters",
+    "LLMEngine": "jaxinfer.LLM has add and step",
+    "PoolingOutput": "LLM.embed returns EmbeddingRequestOutput",
+    "PoolingRequestOutput": "LLM.embed returns EmbeddingRequestOutput",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in NOT_HERE:
+        raise ImportError(f"jaxinfer.compat.vllm has no {name}: {NOT_HERE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,9 +12,9 @@ import jax
 
 from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism
-from jaxinfer.names import ANSWERS, way_out
+from jaxinfer.names import ANSWERS, NONE, way_out
 from jaxinfer.validation import require, require_int, shown
-from jaxinfer.xla_options import take_memory
+from jaxinfer.xla_options import FRACTION_VARIABLE, take_memory, taken_memory
 
 MAX_LOG_PROBS = 20  # vLLM's default
 # Parameters of the constructor that are fields of EngineConfig, under its names.
@@ -30,16 +31,18 @@ SAME_HERE: Mapping[str, str] = MappingProxyType(
 WITHOUT_EFFECT = frozenset(
     (
         *("async_scheduling", "compilation_config", "cudagraph_capture_sizes", "disable_async_output_proc"),
-        *("disable_custom_all_reduce", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill"),
-        *("enforce_eager", "load_format", "max_seq_len_to_capture", "swap_space", "trust_remote_code"),
+        *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill"),
+        *("enforce_eager", "max_seq_len_to_capture", "swap_space", "trust_remote_code"),
     )
 )
-# Parameters that are taken with these values only: what this package does in any case.
+# Parameters that are taken with None and these values only: what this package does in any case.
 ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "cpu_offload_gb": (0,),
+        "disable_log_stats": (True,),
         "enable_expert_parallel": (False,),
-        "hf_overrides": (None, {}),
+        "hf_overrides": ({},),
+        "load_format": ("auto", "safetensors", "hf"),
         "pipeline_parallel_size": (1,),
         "runner": ("auto", "generate", "pooling"),
         "skip_tokenizer_init": (False,),
@@ -47,6 +50,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "tokenizer_mode": ("auto", "hf", "slow"),
     }
 )
+FIELDS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
 DTYPES: Mapping[str, str | None] = MappingProxyType({"half": "float16", "float": "float32", "auto": None})
 CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType({"auto": None, "fp8": "fp8", "fp8_e4m3": "fp8"})
 
@@ -54,12 +58,19 @@ CACHE_DTYPES: Mapping[str, str | None] = MappingProxyType({"auto": None, "fp8": 
 def model_place(
     model: str | Path | None, revision: str | None, tokenizer: str | None, tokenizer_revision: str | None
 ) -> str | Path | None:
-    """Returns the model with its revision; ValueError for a tokenizer that is not the checkpoint's own."""
+    """Returns the model with its revision; ValueError for a tokenizer that is not the checkpoint's own.
+
+    A folder has no revisions: as in vLLM, it is taken as it is.
+    """
     if tokenizer not in (None, model, str(model)):
         raise ValueError(f"tokenizer={shown(tokenizer)}: {ANSWERS['tokenizer']}")
     if tokenizer_revision not in (None, revision):
         raise ValueError(f"tokenizer_revision={shown(tokenizer_revision)}: {ANSWERS['tokenizer']}")
-    return model if revision is None else f"{model}@{revision}"
+    if revision is None or (model is not None and Path(model).expanduser().exists()):
+        return model
+    if model is None:
+        raise ValueError(f"revision={shown(revision)} needs a model on the Hub; give its id")
+    return f"{model}@{revision}"
 
 
 def dtype_of(dtype: Any) -> str | None:
@@ -78,12 +89,18 @@ def engine_config(
     max_lora_rank: int,
     num_speculative_tokens: int | None,
     others: Mapping[str, Any],
+    named: Collection[str],
 ) -> EngineConfig:
-    """Returns the configuration that says the same. `others` are further parameters of vLLM's constructor."""
-    fields = {SAME_HERE[name]: value for name, value in others.items() if name in SAME_HERE and value is not None}
-    for name in others.keys() & ONLY.keys():
-        require_one_of(name, others[name], ONLY[name])
-    refuse("LLM", {name: others[name] for name in others.keys() - {*SAME_HERE, *ONLY, *WITHOUT_EFFECT}})
+    """Returns the configuration that says the same.
+
+    `others` are further parameters of vLLM's constructor, or fields of EngineConfig; the constructor names `named`.
+    """
+    known = {*named, *SAME_HERE, *FIELDS, *ONLY, *WITHOUT_EFFECT}
+    given = {name: value for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT}
+    fields = {SAME_HERE.get(name, name): given[name] for name in given.keys() & {*SAME_HERE, *FIELDS}}
+    for name in given.keys() & ONLY.keys():
+        require_one_of(name, given[name], ONLY[name])
+    refuse("LLM", {name: given[name] for name in given.keys() - {*SAME_HERE, *FIELDS, *ONLY}}, known)
     require_int("tensor_parallel_size", tensor_parallel_size, 1)
     require_int("data_parallel_size", data_parallel_size, 1)
     require_one_of("kv_cache_dtype", kv_cache_dtype, tuple(CACHE_DTYPES))
@@ -91,22 +108,26 @@ def engine_config(
         fields["parallelism"] = Parallelism(tensor=tensor_parallel_size, replicas=data_parallel_size)
     if num_speculative_tokens is not None:
         fields["max_drafts"] = num_speculative_tokens
-    return EngineConfig(
-        cache_dtype=CACHE_DTYPES[kv_cache_dtype],
-        max_log_probs=max_logprobs,
-        max_prompt_log_probs=max_logprobs,
-        max_adapters=max_adapters,
-        max_adapter_rank=max_lora_rank,
-        **fields,
-    )
+    own = {
+        "cache_dtype": CACHE_DTYPES[kv_cache_dtype],
+        "max_log_probs": max_logprobs,
+        "max_prompt_log_probs": max_logprobs,
+        "max_adapters": max_adapters,
+        "max_adapter_rank": max_lora_rank,
+    }
+    return EngineConfig(**own | fields)
 
 
-def refuse(place: str, others: Mapping[str, Any]) -> None:
-    """Raises TypeError for the first argument that has a value, with the way out."""
-    known = {*SAME_HERE, *ONLY, *WITHOUT_EFFECT}
+def refuse(
+    place: str, others: Mapping[str, Any], known: Collection[str] = (), elsewhere: Mapping[str, Collection[str]] = NONE
+) -> None:
+    """Raises TypeError for the first argument that has a value, with the way out.
+
+    `known` are the names that the place takes, and `elsewhere` those of other places, by what they belong to.
+    """
     for name, value in others.items():
         if value is not None:
-            answer = way_out(name, known) or "leave it out, or use the LLM of this package, LLM.native"
+            answer = way_out(name, known, elsewhere) or "leave it out, or use the LLM of this package, LLM.native"
             raise TypeError(f"{place} of jaxinfer.compat.vllm has no parameter {name}={shown(value)}: {answer}")
 
 
@@ -137,7 +158,7 @@ def speculation_of(given: Mapping[str, Any] | None) -> tuple[str | None, int | N
 
 def require_packing(model: str | Path | None, quantization: str) -> None:
     """Raises ValueError unless the checkpoint is packed in this format."""
-    packing = None if model is None else open_checkpoint(model).packing
+    packing = None if model is None else open_checkpoint(model, ["config.json"]).packing
     stored = "" if packing is None else str(packing.get("quant_method", ""))
     if not stored or not quantization.lower().replace("_", "-").startswith(stored.replace("_", "-")):
         state = f"is packed by {stored}" if stored else "is not packed"
@@ -148,12 +169,16 @@ def require_packing(model: str | Path | None, quantization: str) -> None:
 
 
 def reserve_memory(fraction: float) -> None:
-    """Has JAX take this part of a GPU's memory; ValueError if it has started its GPU with another part."""
+    """Has JAX take this part of a GPU's memory; ValueError if it has started its GPU with another part.
+
+    A TPU or CPU has no such part: there the engine takes what `memory_bytes` allows.
+    """
     require(0 < fraction <= 1, "gpu_memory_utilization", fraction, "above 0 and at most 1")
     if not jax._src.xla_bridge.backends_are_initialized():  # pyright: ignore[reportAttributeAccessIssue]
         take_memory(fraction)
-    elif jax.default_backend() == "gpu":
+    elif jax.default_backend() == "gpu" and taken_memory() != fraction:
         raise ValueError(
-            f"gpu_memory_utilization={fraction}: JAX has taken a GPU's memory already; give it before the first use of"
-            " JAX, or set the variable XLA_PYTHON_CLIENT_MEM_FRACTION"
+            f"gpu_memory_utilization={fraction}: JAX has taken another part of the GPU's memory already"
+            f" ({taken_memory()}); give the same part to every LLM of a process, or set the variable"
+            f" {FRACTION_VARIABLE}"
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -32,12 +33,14 @@ from jaxinfer.compat.vllm.outputs import (
 from jaxinfer.compat.vllm.pooling_params import PoolingParams
 from jaxinfer.compat.vllm.sampling_params import SamplingParams
 from jaxinfer.compat.vllm.tokenizers import get_tokenizer
-from jaxinfer.engine import llm as native
-from jaxinfer.engine.frontend.admission import as_prompts
+from jaxinfer.engine import llm as ours
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, as_prompts
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.validation import as_tuple, shown
+from jaxinfer.validation import as_tuple, require, shown
 
+# Parameters of its calls.
+CALL = frozenset(("prompts", "sampling_params", "use_tqdm", "lora_request", "messages", "tools", "pooling_params"))
 # Methods of vLLM's LLM that are missing, with the way out.
 MISSING: Mapping[str, str] = MappingProxyType(
     {
@@ -60,13 +63,14 @@ MISSING: Mapping[str, str] = MappingProxyType(
 
 @dataclass
 class _Job:
-    """One prompt of a call, as the engine takes it."""
+    """One prompt of a call, and its parameters in the names of both packages."""
 
+    request_id: str
     prompt: Any
     params: SamplingParams
+    native: ours.SamplingParams
     lora: LoRARequest | None
-    request_id: str = ""
-    completions: list[Completion] = field(default_factory=list)
+    completions: Sequence[Completion] = ()
 
 
 class LLM:
@@ -101,26 +105,23 @@ class LLM:
         `seed` is that of the engine: requests without a seed of their own get one from it, and from their number.
         """
         place = model_place(model, revision, tokenizer, tokenizer_revision)
+        speculation, num_drafts = speculation_of(speculative_config)
+        config = engine_config(
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            kv_cache_dtype=kv_cache_dtype,
+            max_logprobs=max_logprobs,
+            max_adapters=max_loras if enable_lora else 0,
+            max_lora_rank=max_lora_rank,
+            num_speculative_tokens=num_drafts,
+            others=others,
+            named=inspect.signature(LLM).parameters,
+        )
         if quantization is not None:
             require_packing(place, quantization)
         if gpu_memory_utilization is not None:
             reserve_memory(gpu_memory_utilization)
-        speculation, num_drafts = speculation_of(speculative_config)
-        self.native = native.LLM(
-            place,
-            config=engine_config(
-                tensor_parallel_size=tensor_parallel_size,
-                data_parallel_size=data_parallel_size,
-                kv_cache_dtype=kv_cache_dtype,
-                max_logprobs=max_logprobs,
-                max_adapters=max_loras if enable_lora else 0,
-                max_lora_rank=max_lora_rank,
-                num_speculative_tokens=num_drafts,
-                others=others,
-            ),
-            dtype=dtype_of(dtype),
-            speculation=speculation,
-        )
+        self.native = ours.LLM(place, config=config, dtype=dtype_of(dtype), speculation=speculation)
         self._place, self._seed = place, seed
         with self.native.engine() as engine:
             self._eos_token_ids = engine.eos_token_ids
@@ -157,7 +158,9 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that the checkpoint's generation_config.json recommends."""
         defaults = self.native.default_sampling_params
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
+        if defaults.max_tokens != ours.SamplingParams.max_tokens:
+            names.append("max_tokens")
         return SamplingParams(**{name: getattr(defaults, name) for name in names})
 
     def generate(
@@ -175,16 +178,17 @@ class LLM:
         `sampling_params` and `lora_request` are one for all prompts, or a list. `prompt_token_ids` is the older way to
         give token ids.
         """
-        refuse("generate", others)
+        refuse("generate", others, CALL, {"SamplingParams": SamplingParams.__annotations__})
         if prompt_token_ids is not None:
             if prompts is not None:
                 raise ValueError("prompts and prompt_token_ids are both given; leave one out")
             prompts = prompt_token_ids
         items = as_prompts(prompts)
-        params = _for_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(items))
-        jobs = [
-            _Job(*each) for each in zip(items, params, _for_each("lora_request", lora_request, len(items)), strict=True)
-        ]
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _for_each("sampling_params", sampling_params, SamplingParams, len(items))
+        loras = _for_each("lora_request", lora_request, LoRARequest | None, len(items))
+        jobs = [self._job(*each) for each in zip(items, params, loras, strict=True)]
         self._run(jobs, use_tqdm)
         return [
             request_output(
@@ -214,7 +218,7 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Completes one conversation or several, rendered by the chat template, as `generate` does their texts."""
-        refuse("chat", others)
+        refuse("chat", others, CALL, {"SamplingParams": SamplingParams.__annotations__})
         require_one_of("chat_template_content_format", chat_template_content_format, ("auto", "string", "openai"))
         tokenizer = self._tokenizer("chat")
         conversations = as_tuple("messages", messages, "a list of messages, or several of these")
@@ -240,42 +244,48 @@ class LLM:
         prompts: Any,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Returns the vector of each prompt: the state of its last token, scaled to length 1 unless told otherwise."""
-        refuse("embed", others)
-        items = as_prompts(prompts)
-        normalize = pooling_params is None or pooling_params.normalize
-        vectors = self.native.embed(items, normalize=normalize, show_progress=bool(use_tqdm))
+        refuse("embed", others, CALL)
+        given = as_prompts(prompts)
+        with self.native.engine() as engine:
+            admitted = engine.admit_all(given, [ONE_TOKEN] * len(given))
+        items = [samples.requests[0].token_ids for samples in admitted]
+        of_each = _for_each("pooling_params", pooling_params or PoolingParams(), PoolingParams, len(items))
+        if len({pooling.normalize for pooling in of_each}) > 1:
+            raise ValueError("pooling_params differ in normalize; embed the prompts in two calls")
+        normalize = all(pooling.normalize for pooling in of_each)
+        vectors = self.native.embed(items, normalize=normalize, show_progress=bool(use_tqdm)) if items else ()
         return [
-            EmbeddingRequestOutput(
-                str(next(self._numbers)), EmbeddingOutput(vector.tolist()), list(self._ids_of(prompt))
-            )
-            for prompt, vector in zip(items, vectors, strict=True)
+            EmbeddingRequestOutput(str(next(self._numbers)), EmbeddingOutput(vector.tolist()), list(ids))
+            for ids, vector in zip(items, vectors, strict=True)
         ]
+
+    def _job(self, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> _Job:
+        """Returns the next request; ValueError for parameters that cannot be honoured."""
+        number, tokenizer = next(self._numbers), self.native.tokenizer
+        if params.bad_words and tokenizer is None:
+            raise ValueError(f"bad_words={shown(params.bad_words)} needs a tokenizer, which the checkpoint has not")
+        return _Job(str(number), prompt, params, params.native(tokenizer, self._seed_of(number)), lora)
 
     def _run(self, jobs: Sequence[_Job], use_tqdm: bool | Callable[..., Any]) -> None:
         """Gives each job its completions. The jobs of each adapter run together."""
-        tokenizer = self.native.tokenizer
         by_adapter: dict[tuple[str, str] | None, list[_Job]] = {}
         for job in jobs:
             by_adapter.setdefault(job.lora and (job.lora.lora_name, str(job.lora.lora_path)), []).append(job)
+        if len(by_adapter) > 1:
+            with self.native.engine() as engine:  # refuses what cannot be honoured before the first of them runs
+                engine.admit_all([job.prompt for job in jobs], [job.native for job in jobs])
         for adapter, own in by_adapter.items():
             if adapter is not None:
                 self._load(*adapter)
-            params = []
+            options: dict[str, Any] = {"show_progress": bool(use_tqdm), "adapter": adapter and adapter[0]}
+            prompts, params = [job.prompt for job in own], [job.native for job in own]
+            completions = iter(self.native.generate(prompts, params, **options))
             for job in own:
-                number = next(self._numbers)
-                job.request_id = str(number)
-                params.append(job.params.native(tokenizer, self._seed_of(number)))
-            completions = iter(
-                self.native.generate(
-                    [job.prompt for job in own], params, show_progress=bool(use_tqdm), adapter=adapter and adapter[0]
-                )
-            )
-            for job, sampling in zip(own, params, strict=True):
-                job.completions = list(itertools.islice(completions, sampling.n))
+                job.completions = list(itertools.islice(completions, job.native.n))
 
     def _load(self, name: str, path: str) -> None:
         """Loads an adapter unless it is loaded; if there is no slot, in place of the one that was loaded first."""
@@ -302,16 +312,12 @@ class LLM:
             raise ValueError(f"{place} needs a tokenizer, which the checkpoint has not; give token ids to generate")
         return self.native.tokenizer
 
-    def _ids_of(self, prompt: Any) -> Sequence[int]:
-        if isinstance(prompt, Mapping):
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-        return self._tokenizer("text").encode(prompt) if isinstance(prompt, str) else prompt
 
-
-def _for_each(name: str, given: Any, count: int) -> list[Any]:
-    """Returns one for each prompt."""
-    if not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{name} has {len(given)} items for {count} prompts; give one for each, or one for all")
-    return list(given)
+def _for_each(name: str, given: Any, kind: Any, count: int) -> list[Any]:
+    """Returns one for each prompt; ValueError for another number of them, or of another kind."""
+    items = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+    if len(items) != count:
+        raise ValueError(f"{name} has {len(items)} items for {count} prompts; give one for each, or one for all")
+    for item in items:
+        require(isinstance(item, kind), name, item, "of the class that jaxinfer.compat.vllm has for it")
+    return items

@@ -89,7 +89,10 @@ def request_output(
     tokenizer: Tokenizer | None,
     eos_token_ids: Collection[int],
 ) -> RequestOutput:
-    """Returns the completions of one prompt in vLLM's form."""
+    """Returns the completions of one prompt in vLLM's form; RuntimeError for one that has ended in an error."""
+    for completion in completions:
+        if completion.finish_reason == "error":
+            raise RuntimeError(f"request {request_id} has failed: {completion.error}")
     first = completions[0]
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     listing = tokenizer if params.detokenize else None
@@ -154,10 +157,12 @@ def _stop_reason(
     if completion.finish_reason != "stop" or not completion.token_ids:
         return None
     if params.stop and tokenizer is not None:
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=params.skip_special_tokens)
         stops = [params.stop] if isinstance(params.stop, str) else params.stop
-        if found := [stop for stop in stops if text.startswith(stop, len(completion.text))]:
-            return found[0]
+        # A stop string may be a special token, which the text leaves out.
+        for skips in (params.skip_special_tokens, False):
+            text = tokenizer.decode(completion.token_ids, skip_special_tokens=skips)
+            if found := [stop for stop in stops if text.startswith(stop, len(completion.text))]:
+                return found[0]
     last = completion.token_ids[-1]
     is_end = last in eos_token_ids and not params.ignore_eos
     return last if last in (params.stop_token_ids or ()) and not is_end else None

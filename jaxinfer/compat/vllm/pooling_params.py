@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxinfer.names import explains_names
 
+
+@explains_names
 @dataclass
 class PoolingParams:
     """How states become a vector."""

@@ -10,7 +10,7 @@ from typing import Any
 from jaxinfer import sampling_params as ours
 from jaxinfer.names import explains_names
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.validation import require, require_bool, require_int, shown
+from jaxinfer.validation import as_tuple, require, require_bool, require_int, shown
 
 
 class RequestOutputKind(Enum):
@@ -21,6 +21,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@explains_names
 @dataclass
 class StructuredOutputsParams:
     """The structure of an output: one of JSON schema, regular expression, choices, Lark's grammar, any JSON object."""
@@ -82,6 +83,10 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words"):  # None and arrays become lists, which a script may extend
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                setattr(self, name, [] if value is None else list(as_tuple(name, value, "several of them")))
         require_bool("detokenize", self.detokenize)
         require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         # Of both values: the decoder that tokenizer.json states adds no spaces of its own.
@@ -102,8 +107,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 require_int(name, value, 0)
-        structure = self.structured_outputs or self.guided_decoding
-        words = self.bad_words or ()
+        if self.structured_outputs is not None and self.guided_decoding is not None:
+            raise ValueError("structured_outputs and guided_decoding are both given; leave one out")
+        structure, words = self.structured_outputs or self.guided_decoding, self.bad_words or ()
         are_words = not isinstance(words, str) and all(isinstance(word, str) and word.strip() for word in words)
         require(are_words, "bad_words", words, "a list of words")
         return ours.SamplingParams(

@@ -18,6 +18,7 @@ MODULES: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("inputs", "lora", "lora.request", "outputs", "pooling_params", "sampling_params")},
         "logprobs": "outputs",
+        "entrypoints.llm": "llm",
         **dict.fromkeys(("tokenizers", "transformers_utils", "transformers_utils.tokenizer"), "tokenizers"),
         **dict.fromkeys(("entrypoints", "entrypoints.chat_utils", "renderers", "renderers.hf"), "tokenizers"),
     }
@@ -62,5 +63,8 @@ def stand_in() -> None:
         raise RuntimeError("vLLM itself is installed here; remove it, or import jaxinfer.compat.vllm by its own name")
     sys.modules["vllm"] = vllm
     for name, ours in MODULES.items():
-        sys.modules[f"vllm.{name}"] = importlib.import_module(f"jaxinfer.compat.vllm.{ours}")
+        module = importlib.import_module(f"jaxinfer.compat.vllm.{ours}")
+        sys.modules[f"vllm.{name}"] = module
+        if "." not in name:
+            setattr(vllm, name, module)
     sys.meta_path.append(_Finder())

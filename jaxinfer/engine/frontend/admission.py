@@ -437,7 +437,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or several as a list of prompts; ValueError for more than MAX_ITEMS of them."""
     items = as_plain("prompts", prompts)
     _require_value("prompts", items)
-    if isinstance(items, str) or (isinstance(items, Mapping) and items.keys() <= PROMPT_KEYS):
+    is_prompt = isinstance(items, Mapping) and (not items or items.keys() & PROMPT_KEYS)
+    if isinstance(items, str) or is_prompt:  # a mapping with further keys is refused by their names
         return [items]
     if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes | bytearray | memoryview):
         raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")
