@@ -124,7 +124,7 @@ class LLM:
         self.native = ours.LLM(place, config=config, dtype=dtype_of(dtype), speculation=speculation)
         self._place, self._seed = place, seed
         with self.native.engine() as engine:
-            self._eos_token_ids = engine.eos_token_ids
+            self._eos_token_ids, self._max_model_len = engine.eos_token_ids, engine.max_model_len
         self._numbers = itertools.count()  # of requests
         self._adapters: dict[str, str] = {}  # the paths of the loaded ones by name, in the order of their loading
 
@@ -146,8 +146,8 @@ class LLM:
     @property
     def llm_engine(self) -> SimpleNamespace:
         """The facts of vLLM's engine that scripts read: `model_config.max_model_len` and `model_config.model`."""
-        name, longest = self.native.model_names[-1], self.native.engine_config.max_model_len
-        return SimpleNamespace(model_config=SimpleNamespace(model=name, max_model_len=longest))
+        facts = SimpleNamespace(model=self.native.model_names[-1], max_model_len=self._max_model_len)
+        return SimpleNamespace(model_config=facts)
 
     def get_tokenizer(self) -> Any:
         """Returns the tokenizer of `transformers`, as vLLM does; that of this package is `LLM.native.tokenizer`."""
