@@ -339,7 +339,8 @@ class Admission:
                 if isinstance(prompt, Mapping):
                     further = ", ".join(sorted(map(str, prompt.keys() - PROMPT_KEYS)))
                     is_prompt = bool(prompt.keys() & PROMPT_KEYS)
-                    way_out = f"; leave out {further:.100}" if is_prompt else "; give one column of a table"
+                    way_out = f"; leave out {further:.100}, or" if is_prompt else ";"
+                    way_out += " give one column of a table"
                 raise ValueError(f"{name} {shown(prompt)} is neither text nor a sequence of token ids{way_out}")
             try:
                 num_tokens = len(prompt)
