@@ -246,7 +246,9 @@ def test_a_mapping_of_another_form_is_refused(llm, prompt):
 
 @pytest.mark.parametrize("table", [FRAME, pa.Table.from_pandas(FRAME)])
 def test_a_table_of_prompts_is_refused_with_the_way_out(llm, table):
-    with pytest.raises(ValueError, match="^prompt 0: prompt .* is neither text nor .*; leave out .*, or give one column of a table$"):
+    with pytest.raises(
+        ValueError, match="^prompt 0: prompt .* is neither text nor .*; leave out .*, or give one column of a table$"
+    ):
         llm.generate(table, GREEDY, show_progress=False)
 
 
