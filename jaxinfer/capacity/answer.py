@@ -75,11 +75,8 @@ def answer(
     num_devices = (plan.devices.count or best.num_devices) * num_replicas
     dollars = None if price is None else price * num_devices
 
-    first_token_seconds, seconds_alone, seconds = (
-        best.first_token_seconds,
-        best.decode_alone.seconds,
-        best.decode.seconds,
-    )
+    seconds, seconds_alone = best.decode.seconds, best.decode_alone.seconds
+    first_token_seconds = best.first_token_seconds
 
     def rates(decode_part: float, prefill_part: float) -> Rates:
         each = decode_part / seconds

@@ -180,8 +180,9 @@ def _word(text: str) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in text.split(","))
 
 
-def _count(text: str) -> int | str:
-    return text if text == AUTO else int(text)
+def read_replicas(text: str) -> int | str:
+    """Returns a number of replicas, or AUTO."""
+    return AUTO if text == AUTO else int(text)
 
 
 # Fields whose own fields are options: the type, and the option of each field.
@@ -249,7 +250,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
         kind = next(iter(get_args(hint)), hint)  # the first type in int | None is the type of a value
         of_kind = (read_size, SIZE) if field.name.endswith("_bytes") else (kind, kind.__name__.upper())
         if any(AUTO in get_args(part) for part in get_args(hint)):
-            of_kind = (_count, f"INT or {AUTO}")
+            of_kind = (read_replicas, f"INT or {AUTO}")
         read, metavar = REPEATED.get(field.name, of_kind)
         options["type"], options["metavar"] = reader(read, metavar), metavar
         if field.name in REPEATED:

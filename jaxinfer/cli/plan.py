@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from jaxinfer.cli.options import from_arguments, read_size, reader
+from jaxinfer.cli.options import from_arguments, read_replicas, read_size, reader
 from jaxinfer.cli.output import show
 from jaxinfer.config import AUTO, PLANNED_FIELDS, EngineConfig
 from jaxinfer.xla_options import MEMORY_FRACTION
@@ -38,7 +38,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", help="type of weights that are not packed: float32, bfloat16, float16 or auto")
     of_replicas = "copies of the model, which share the devices (default 1); auto: the most that they hold"
     replicas = {"dest": "num_replicas", "default": 1, "metavar": "N"}  # no option of an EngineConfig here
-    command.add_argument("--replicas", type=reader(_read_replicas, "N or auto"), **replicas, help=of_replicas)
+    command.add_argument("--replicas", type=reader(read_replicas, "N or auto"), **replicas, help=of_replicas)
     command.add_argument("--context", type=int, metavar="N", help="tokens of each decoding request (default 1024)")
     command.add_argument("--prompt", type=int, metavar="N", help="tokens before the first token (default 1024)")
     command.add_argument("--price", type=float, metavar="DOLLARS", help="of one device for an hour")
@@ -321,10 +321,6 @@ def figure(number: float) -> str:
     """Returns a number in three digits, with none behind the point from 100 on."""
     digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
     return f"{round(number, digits):,.{max(digits, 0)}f}"
-
-
-def _read_replicas(text: str) -> int | str:
-    return AUTO if text == AUTO else int(text)
 
 
 def _read_rate(text: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -211,7 +212,7 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
                 tenant = options.get("tenant", "")
                 inputs = [await llm.tokenize(p, tenant=tenant) if isinstance(p, str) else p for p in prompts]
                 prompt_lens.extend(map(len, inputs))
-                request.state.tokens = TokenCount(sum(prompt_lens))
+                request.state.tokens = TokenCount(sum(prompt_lens), time.monotonic())
                 state.count(request, sum(prompt_lens))
                 return await llm.embed(inputs, **options)
 

@@ -49,11 +49,18 @@ class _JsonFormatter(logging.Formatter):
 
 @dataclass
 class TokenCount:
-    """The tokens of a request so far, and the seconds to the first one of its output."""
+    """The tokens of a request so far, and the seconds from its arrival to the first one of its output."""
 
     num_prompt: int
+    arrival: float  # by time.monotonic
     num_output: int = 0
     ttft: float | None = None
+
+    def add(self, num_tokens: int) -> None:
+        """Counts tokens of the output that have come now."""
+        self.num_output += num_tokens
+        if self.ttft is None and num_tokens:
+            self.ttft = time.monotonic() - self.arrival
 
 
 class EngineLog:

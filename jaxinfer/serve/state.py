@@ -169,14 +169,11 @@ class ServerState:
             self.metrics.observe_departure(num_completions)
             raise
         self.count(request, stream.num_prompt_tokens)
-        request.state.tokens, request.state.arrival = TokenCount(stream.num_prompt_tokens), arrival
+        request.state.tokens = TokenCount(stream.num_prompt_tokens, arrival)
         return ObservedStream(stream, self.metrics, arrival, num_completions)
 
     def count_output(self, request: Request, sampling: SamplingParams, delta: Delta) -> None:
         """Counts the tokens of a delta; with `best_of` only some samples come, and stand for all."""
-        tokens: TokenCount = request.state.tokens
         num_output = len(delta.token_ids) * sampling.num_samples // sampling.n
-        tokens.num_output += num_output
-        if tokens.ttft is None and delta.token_ids:
-            tokens.ttft = time.monotonic() - request.state.arrival
+        request.state.tokens.add(num_output)
         self.count(request, num_output)

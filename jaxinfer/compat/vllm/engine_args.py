@@ -12,19 +12,16 @@ import jax
 
 from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism
-from jaxinfer.names import ANSWERS, NONE, way_out
+from jaxinfer.names import ANSWERS, NONE, SAME, way_out
 from jaxinfer.validation import require, require_int, shown
 from jaxinfer.xla_options import FRACTION_VARIABLE, take_memory, taken_memory
 
 MAX_LOG_PROBS = 20  # vLLM's default
-# Parameters of the constructor that are fields of EngineConfig, under its names.
-SAME_HERE: Mapping[str, str] = MappingProxyType(
+# Parameters of the constructor that are fields of EngineConfig under other names.
+TRANSLATED: Mapping[str, str] = MappingProxyType(
     {
-        **{name: name for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
-        "block_size": "page_size",
-        "num_gpu_blocks_override": "num_pages",
-        "kv_cache_memory_bytes": "cache_bytes",
-        "enable_prefix_caching": "prefix_cache",
+        name: SAME[name]
+        for name in ("block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes", "enable_prefix_caching")
     }
 )
 # How vLLM computes, downloads or logs, which changes no token and has no counterpart here: every value is taken.
@@ -95,12 +92,12 @@ def engine_config(
 
     `others` are further parameters of vLLM's constructor, or fields of EngineConfig; the constructor names `named`.
     """
-    known = {*named, *SAME_HERE, *FIELDS, *ONLY, *WITHOUT_EFFECT}
+    known = {*named, *TRANSLATED, *FIELDS, *ONLY, *WITHOUT_EFFECT}
     given = {name: value for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT}
-    fields = {SAME_HERE.get(name, name): given[name] for name in given.keys() & {*SAME_HERE, *FIELDS}}
+    fields = {TRANSLATED.get(name, name): given[name] for name in given.keys() & {*TRANSLATED, *FIELDS}}
     for name in given.keys() & ONLY.keys():
         require_one_of(name, given[name], ONLY[name])
-    refuse("LLM", {name: given[name] for name in given.keys() - {*SAME_HERE, *FIELDS, *ONLY}}, known)
+    refuse("LLM", {name: given[name] for name in given.keys() - {*TRANSLATED, *FIELDS, *ONLY}}, known)
     require_int("tensor_parallel_size", tensor_parallel_size, 1)
     require_int("data_parallel_size", data_parallel_size, 1)
     require_one_of("kv_cache_dtype", kv_cache_dtype, tuple(CACHE_DTYPES))

@@ -34,10 +34,10 @@ from jaxinfer.compat.vllm.pooling_params import PoolingParams
 from jaxinfer.compat.vllm.sampling_params import SamplingParams
 from jaxinfer.compat.vllm.tokenizers import get_tokenizer
 from jaxinfer.engine import llm as ours
-from jaxinfer.engine.frontend.admission import ONE_TOKEN, as_prompts
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, as_conversations, as_prompts
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.validation import as_tuple, require, shown
+from jaxinfer.validation import require, shown
 
 # Parameters of its calls.
 CALL = frozenset(("prompts", "sampling_params", "use_tqdm", "lora_request", "messages", "tools", "pooling_params"))
@@ -221,9 +221,6 @@ class LLM:
         refuse("chat", others, CALL, {"SamplingParams": SamplingParams.__annotations__})
         require_one_of("chat_template_content_format", chat_template_content_format, ("auto", "string", "openai"))
         tokenizer = self._tokenizer("chat")
-        conversations = as_tuple("messages", messages, "a list of messages, or several of these")
-        if all(isinstance(item, Mapping) for item in conversations):
-            conversations = (conversations,)
         texts = [
             tokenizer.render_chat(
                 conversation,
@@ -233,7 +230,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 variables=chat_template_kwargs or {},
             )
-            for conversation in conversations
+            for conversation in as_conversations(messages)
         ]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(ids, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)

@@ -112,29 +112,22 @@ class SamplingParams:
         structure, words = self.structured_outputs or self.guided_decoding, self.bad_words or ()
         are_words = not isinstance(words, str) and all(isinstance(word, str) and word.strip() for word in words)
         require(are_words, "bad_words", words, "a list of words")
-        return ours.SamplingParams(
-            n=self.n,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=seed if self.seed in (None, ours.OFF) else self.seed,
-            stop=self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=self.ignore_eos,
-            max_tokens=self.max_tokens,  # pyright: ignore[reportArgumentType]  None is taken
-            min_tokens=self.min_tokens,
-            log_probs=self.logprobs or 0,
-            prompt_log_probs=self.prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            logit_bias={int(token_id): _bias(bias) for token_id, bias in (self.logit_bias or {}).items()},
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=() if tokenizer is None else [ids for word in words for ids in _spellings(tokenizer, word)],
-            **({} if structure is None else structure.native()),
-        )
+        names = SamplingParams.__annotations__.keys() & ours.SamplingParams.__annotations__.keys()
+        # None is not given where it is vLLM's default, but for max_tokens, of which it means all that fit.
+        same = {
+            name: value
+            for name in names
+            if (value := getattr(self, name)) is not None or getattr(SamplingParams, name) is not None
+        }
+        translated = {
+            "seed": seed if self.seed in (None, ours.OFF) else self.seed,
+            "log_probs": self.logprobs or 0,
+            "prompt_log_probs": self.prompt_logprobs,
+            "logit_bias": {int(token_id): _bias(bias) for token_id, bias in (self.logit_bias or {}).items()},
+            "bad_words": () if tokenizer is None else [ids for word in words for ids in _spellings(tokenizer, word)],
+        }
+        same["max_tokens"] = self.max_tokens
+        return ours.SamplingParams(**same | translated, **({} if structure is None else structure.native()))
 
 
 def _bias(bias: Any) -> float:

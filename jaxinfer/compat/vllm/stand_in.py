@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from email.message import Message
 from types import MappingProxyType
 from typing import Any
 
@@ -33,12 +32,6 @@ class _Distribution(importlib.metadata.Distribution):
 
     def locate_file(self, path: Any) -> Any:
         raise FileNotFoundError(f"{path}: vllm is stood in for by jaxinfer")
-
-    @property
-    def metadata(self) -> Any:
-        message = Message()
-        message["Name"], message["Version"] = "vllm", vllm.__version__
-        return message
 
 
 class _Finder:
