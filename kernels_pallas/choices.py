@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax
 from kernels_pallas.device import AMPERE, device_at_hand
 from kernels_pallas.latent_attention import latent_attention
 from kernels_pallas.latent_attention.layout import abstract_latents
-from kernels_pallas.paged_attention import abstract_pages, paged_attention
+from kernels_pallas.paged_attention import AttentionCall, abstract_pages, paged_attention
 from kernels_pallas.paged_attention.gpu.block_sizes import table_name
 from kernels_pallas.paged_attention.layout import LAYOUTS
 from kernels_pallas.paged_attention.tpu.block_sizes import chip_at_hand
@@ -19,11 +19,12 @@ from kernels_pallas.paged_attention.tuned_tables import tuned_table
 
 # Rows of the traced calls: those of a decode step.
 ROWS = 8
-ROWS_OF_ONE_TOKEN = {
-    "block_tables": jax.ShapeDtypeStruct((ROWS, 1), "int32"),
-    "kv_lens": jax.ShapeDtypeStruct((ROWS,), "int32"),
-    "cu_q_lens": jax.ShapeDtypeStruct((ROWS + 1,), "int32"),
-}
+ROWS_OF_ONE_TOKEN = AttentionCall(
+    block_tables=jax.ShapeDtypeStruct((ROWS, 1), "int32"),
+    kv_lens=jax.ShapeDtypeStruct((ROWS,), "int32"),
+    cu_q_lens=jax.ShapeDtypeStruct((ROWS + 1,), "int32"),
+    q_len=1,
+)
 
 
 def own_choice(trace: Callable[[str], Any]) -> str:
@@ -40,27 +41,18 @@ def own_choice(trace: Callable[[str], Any]) -> str:
 
 def trace_attention(N: int, K: int, H: int, page_size: int, dtype: str, page_dtype: str, name: str | None) -> Any:
     """Traces a decode step's attention of N query and K KV heads of H numbers by the implementation of a name."""
-    arrays = {
-        "q": jax.ShapeDtypeStruct((ROWS, N, H), dtype),
-        "k": jax.ShapeDtypeStruct((ROWS, K, H), dtype),
-        "v": jax.ShapeDtypeStruct((ROWS, K, H), dtype),
-        "pages": abstract_pages(ROWS, page_size, K, H, page_dtype, layout_at_hand(), has_scales=page_dtype == "int8"),
-    }
-    call = functools.partial(paged_attention, scale=1.0, q_len=1, implementation=name)
-    return jax.eval_shape(lambda arrays: call(**arrays), arrays | ROWS_OF_ONE_TOKEN)
+    q, kv = (jax.ShapeDtypeStruct((ROWS, heads, H), dtype) for heads in (N, K))
+    pages = abstract_pages(ROWS, page_size, K, H, page_dtype, layout_at_hand(), has_scales=page_dtype == "int8")
+    return jax.eval_shape(paged_attention, q, kv, kv, pages, replace(ROWS_OF_ONE_TOKEN, implementation=name))
 
 
 def trace_latent_attention(
     N: int, R: int, r: int, page_size: int, dtype: str, page_dtype: str, name: str | None
 ) -> Any:
     """Traces that of N heads to latents of R numbers and rotated keys of r."""
-    arrays = {
-        "q": jax.ShapeDtypeStruct((ROWS, N, R + r), dtype),
-        "latents": jax.ShapeDtypeStruct((ROWS, R + r), dtype),
-        "pages": abstract_latents(ROWS, page_size, R, r, page_dtype, layout_at_hand(), has_scales=page_dtype == "int8"),
-    }
-    call = functools.partial(latent_attention, scale=1.0, q_len=1, implementation=name)
-    return jax.eval_shape(lambda arrays: call(**arrays), arrays | ROWS_OF_ONE_TOKEN)
+    q, latents = (jax.ShapeDtypeStruct((ROWS, *heads, R + r), dtype) for heads in ((N,), ()))
+    pages = abstract_latents(ROWS, page_size, R, r, page_dtype, layout_at_hand(), has_scales=page_dtype == "int8")
+    return jax.eval_shape(latent_attention, q, latents, pages, replace(ROWS_OF_ONE_TOKEN, implementation=name))
 
 
 def layout_at_hand() -> str:

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.model.components.adapted import AdaptedArray
-from jaxinfer.model.components.attention import Angles, AttentionInputs
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
 from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled, take_rows
+from jaxinfer.model.components.mixer_inputs import Angles, MixerInputs
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
@@ -201,7 +201,7 @@ def _run_group(
     ropes = ropes_of(mixer for layer in layers for mixer in layer.mixers)
     tokens = step_tokens(batches[0], mesh=mesh)
     settings = (tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
-    of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
+    of_kinds = [MixerInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
     # What attention derives from the step alone is derived once, not in each layer.
     mixers = [mixer for layer in layers for mixer in layer.mixers]
     pairs = zip(mixers, places, strict=True)
@@ -217,7 +217,7 @@ def _run_group(
         if reads_stacks:
             pattern = _with_stacks(pattern, params, specs, index, mesh)
 
-        def inputs_at(place: PagePlace, plan: Any) -> AttentionInputs:
+        def inputs_at(place: PagePlace, plan: Any) -> MixerInputs:
             stack, layer = stacks[place.pool], index if place.layer is None else place.layer
             offset = layer_offset(pools[place.pool], layer, stack.num_layers)
             return replace(of_kinds[stack.kind], page_offset=offset, is_shared=place.is_shared, plan=plan)
@@ -243,7 +243,7 @@ def _run_group(
 run_group = _run_group
 
 
-def _plan(mixer: Mixer, pages: Pool, inputs: AttentionInputs) -> Any:
+def _plan(mixer: Mixer, pages: Pool, inputs: MixerInputs) -> Any:
     plan = functions_of(mixer).plan
     return None if plan is None else plan(mixer, pages, inputs)
 
@@ -288,7 +288,7 @@ def mix(
     pools: tuple[Pool, ...],
     x: jax.Array,
     h: jax.Array,
-    inputs: Sequence[AttentionInputs],
+    inputs: Sequence[MixerInputs],
     *,
     layer: Layer,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:

@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepTokens, last_places, step_rows, step_tokens
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import linear, product, rms_norm
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import angles_of, embed, feed_forward, mix, unembed
 from jaxinfer.model.mixers import Pool
@@ -135,7 +135,7 @@ class EagleHead:
         layer, norm = self.config.layers[0], self.config.norm
         angles = angles_of(layer.mixers, batch.positions)
         statics: dict[str, Any] = {"implementation": implementation, "mesh": mesh}
-        inputs = AttentionInputs(batch, step_tokens(batch), q_len, angles=angles, **statics)
+        inputs = MixerInputs(batch, step_tokens(batch), q_len, angles=angles, **statics)
         x, h = self._inputs(params, hidden, batch.tokens, inputs.tokens, mesh)
         x, (pages,) = mix(self.layer, (pages,), x, h, [inputs], layer=layer)
         # Of the tokens before the last only keys and values are needed.

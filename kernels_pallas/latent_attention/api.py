@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from kernels_pallas.latent_attention.gpu import latent_attention_gpu
 from kernels_pallas.latent_attention.layout import LatentPages
@@ -24,6 +24,8 @@ from kernels_pallas.paged_attention.api import (
     planner_of,
     splits_heads,
 )
+from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.shapes import expected_rows
 
 # By the names of paged attention's.
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, LatentPages]]] = {
@@ -37,44 +39,19 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, LatentPages]]] = {
 PLANNERS: dict[str, Callable[..., Any]] = {"tpu": plan_latents_tpu, "tpu_interpret": plan_latents_tpu}
 
 
-def plan_latent_attention(
-    pages: LatentPages,
-    *,
-    num_tokens: int,
-    num_heads: int,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_len: int | None = None,
-    tree_mask: jax.Array | None = None,
-    mesh: Mesh | None = None,
-    implementation: str | None = None,
-) -> Any:
+def plan_latent_attention(pages: LatentPages, call: AttentionCall, *, num_tokens: int, num_heads: int) -> Any:
     """Returns the plan of a step for `latent_attention`, as `plan_attention` does for `paged_attention`."""
-    plan = planner_of(PLANNERS, implementation)
+    plan = planner_of(PLANNERS, call.implementation)
     if plan is None:
         return None
+    mesh = call.mesh
     parts = num_parts(mesh, dividing_axes(num_heads, mesh, HEADS_AXES)) if splits_heads(mesh) else 1
     G = num_heads // parts  # the call refuses heads that cannot be split
-    lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
-    return plan(pages, num_tokens=num_tokens, num_groups=G, **lens, q_len=q_len, tree_mask=tree_mask)
+    return plan(pages, call, num_tokens=num_tokens, num_groups=G)
 
 
 def latent_attention(
-    q: jax.Array,
-    latents: jax.Array,
-    pages: LatentPages,
-    *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    tree_mask: jax.Array | None = None,
-    plan: Any = None,
-    mesh: Mesh | None = None,
-    implementation: str | None = None,
+    q: jax.Array, latents: jax.Array, pages: LatentPages, call: AttentionCall
 ) -> tuple[jax.Array, LatentPages]:
     """Appends the latents of a ragged batch to their pages, and attends to all latents in each row's pages.
 
@@ -86,10 +63,8 @@ def latent_attention(
       q: [T, N, R + r] absorbed queries of the R numbers of a latent, then rotated queries of the r of a key.
       latents: [T, R + r] latents of the same tokens, then their rotated keys.
       pages: the pool. Donate it at the outermost `jit`, and it is updated in place.
-      plan: what `plan_latent_attention` made of the same step, mesh and implementation.
-      mesh: splits query heads over the devices of its HEADS_AXES, as `paged_attention` does; each device holds all
-        latents.
-      implementation: a name from `IMPLEMENTATIONS`, or None for the device's own, as in `paged_attention`.
+      call: the rows, and how they attend; without a window and a softcap, and with a plan of `plan_latent_attention`.
+        Its mesh splits query heads; each device holds all latents.
 
     Returns:
       [T, N, R] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite if no q_len above
@@ -99,22 +74,10 @@ def latent_attention(
       ValueError: for an unknown implementation or arrays that do not fit together.
       NotImplementedError: when the implementation cannot do this call, with the reason.
     """
-    _check_call(q, latents, pages, block_tables, kv_lens, cu_q_lens, tree_mask)
-    arrays = {
-        "q": q,
-        "latents": latents,
-        "pages": pages,
-        "block_tables": block_tables,
-        "kv_lens": kv_lens,
-        "cu_q_lens": cu_q_lens,
-        "page_offset": page_offset,
-        "tree_mask": tree_mask,
-        **({} if plan is None else {"plan": plan}),
-    }
-    attend = implementation_of(IMPLEMENTATIONS, implementation, "latent attention")
-    call = functools.partial(attend, scale=scale, q_len=q_len)
+    _check_call(q, latents, pages, call)
+    attend, mesh = implementation_of(IMPLEMENTATIONS, call.implementation, "latent attention"), call.mesh
     if not splits_heads(mesh):
-        return call(**arrays)
+        return attend(q, latents, pages, call)
     axes, last = dividing_axes(q.shape[1], mesh, HEADS_AXES), HEADS_AXES[-1]
     if axes is None and q.shape[1] % mesh.shape.get(last, 1):
         raise ValueError(
@@ -122,28 +85,24 @@ def latent_attention(
             " number of devices that divides them"
         )
     heads, whole = PartitionSpec(None, axes), PartitionSpec()
-    specs = {name: None if array is None else whole for name, array in arrays.items()} | {"q": heads}
-    return jax.shard_map(
-        lambda arrays: call(**arrays), mesh=mesh, in_specs=(specs,), out_specs=(heads, whole), check_vma=False
-    )(arrays)
+    specs = {"in_specs": (heads, whole, whole, whole), "out_specs": (heads, whole)}
+    return jax.shard_map(attend, mesh=mesh, **specs, check_vma=False)(q, latents, pages, call)
 
 
-def _check_call(q, latents, pages: LatentPages, block_tables, kv_lens, cu_q_lens, tree_mask) -> None:
+def _check_call(q: jax.Array, latents: jax.Array, pages: LatentPages, call: AttentionCall) -> None:
     """Raises ValueError, with every shape, if the arrays of a call do not fit together."""
-    B, (T, N, _) = kv_lens.shape[0], q.shape
+    T, N, _ = q.shape
     expected = {
         "q": (q, (T, N, pages.width)),
         "latents": (latents, (T, pages.width)),
-        "block_tables": (block_tables, (B, *block_tables.shape[1:2])),
-        "cu_q_lens": (cu_q_lens, (B + 1,)),
-        "tree_mask": (tree_mask, (T, *(() if tree_mask is None else tree_mask.shape[1:2]))),
+        **expected_rows(call, T),
     }
     wrong = [name for name, (array, shape) in expected.items() if array is not None and array.shape != shape]
     if wrong:
         listed = ", ".join(f"{name} {array.shape}" for name, (array, _) in expected.items() if array is not None)
         raise ValueError(
-            f"shapes do not fit together: {listed}, kv_lens {kv_lens.shape}, pages of {pages.width} numbers per token;"
-            f" wrong: {', '.join(wrong)}; see latent_attention"
+            f"shapes do not fit together: {listed}, kv_lens {call.kv_lens.shape}, pages of {pages.width} numbers per"
+            f" token; wrong: {', '.join(wrong)}; see latent_attention"
         )
     if jnp.issubdtype(pages.dtype, jnp.integer) and pages.scales is None:
         raise ValueError(f"pages of {pages.dtype} need scales; make the pool with has_scales, or of a floating dtype")

@@ -5,14 +5,16 @@ A latent is read once, for its score and as a value. Query heads go in several t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.latent_attention.layout import LatentPages, stored_latents
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.append import append
+from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import (
     HOPPER,
     MAX_SPLITS,
@@ -22,6 +24,7 @@ from kernels_pallas.paged_attention.gpu.block_sizes import (
     added_parts,
     heads_of_tile,
 )
+from kernels_pallas.paged_attention.gpu.chunks import for_kernels
 from kernels_pallas.paged_attention.gpu.entry import FP8, attend_rows, check_support
 from kernels_pallas.triton import Target
 
@@ -33,14 +36,8 @@ def latent_attention_gpu(
     q: jax.Array,
     latents: jax.Array,
     pages: LatentPages,
+    call: AttentionCall,
     *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    tree_mask: jax.Array | None = None,
     block_sizes: GpuBlockSizes | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, LatentPages]:
@@ -49,19 +46,15 @@ def latent_attention_gpu(
     sizes_allowed = (("latent_size", R, MAX_LATENT_SIZE), ("rotary_size", width - R, MAX_ROTARY_SIZE))
     further = [(name, value, range(1, most + 1)) for name, value, most in sizes_allowed]
     target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", "int4", FP8), further=further)
-    place = {
-        "block_tables": block_tables,
-        "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),
-        "q_len": q_len,
-        "interpret": interpret,
-    }
+    call = for_kernels(call)
     new, new_scales = stored_latents(pages, latents)
     pools = pages.array[:, :, None], *(pages.scales or ())
     new = new[:, None], *(scales[:, None] for scales in new_scales)
-    pool, *scales = append(new, pools, kv_lens, cu_q_lens, **place)
+    pool, *scales = append(new, pools, call, interpret)
+    arrays = {"k_pages": pool}
     if scales:
-        place |= {"k_scales": scales[0], "rotary_scales": scales[1], "v_scales": scales[0]}
-    max_context = block_tables.shape[1] * pages.page_size
+        arrays |= {"k_scales": scales[0], "rotary_scales": scales[1], "v_scales": scales[0]}
+    max_context = call.block_tables.shape[1] * pages.page_size
 
     def sizes(num_rows: int, queries: int) -> GpuBlockSizes:
         return block_sizes or latent_block_sizes(
@@ -73,8 +66,7 @@ def latent_attention_gpu(
             target=target,
         )
 
-    options = {"scale": scale, "window": None, "softcap": None, "value_size": R}
-    out = attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, k_pages=pool, **place, **options)
+    out = attend_rows(functools.partial(attend, arrays=arrays, value_size=R, interpret=interpret), q, call, sizes)
     return out, replace(pages, array=pool[:, :, 0], scales=tuple(scales) if scales else None)
 
 

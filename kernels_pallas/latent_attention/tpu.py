@@ -9,6 +9,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.latent_attention.layout import LatentPages
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.layout import TPU_LANES, pad_heads, to_stored, tpu_tile
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, untuned_blocks
 from kernels_pallas.paged_attention.tpu.entry import attend_rows, check_support, plan_step
@@ -21,19 +22,12 @@ def latent_attention_tpu(
     q: jax.Array,
     latents: jax.Array,
     pages: LatentPages,
+    call: AttentionCall,
     *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    tree_mask: jax.Array | None = None,
-    plan: Plan | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, LatentPages]:
-    """The contract is that of `latent_attention`; `blocks` overrides the block sizes, and a `plan` is for the same."""
+    """The contract is that of `latent_attention`; `blocks` overrides the block sizes, and the plan is for the same."""
     check_support(q, pages, PAGE_DTYPES)
     P, S, W = pages.array.shape
     if W % TPU_LANES:
@@ -44,30 +38,23 @@ def latent_attention_tpu(
         pad_heads(q, W),
         pad_heads(to_stored(latents, None, pages.dtype), W)[:, None],
         pool,
+        call.in_pool(),
         num_kv_heads=1,
-        block_tables=block_tables + page_offset,
-        kv_lens=kv_lens,
-        cu_q_lens=cu_q_lens,
-        q_len=q_len,
-        tree_mask=tree_mask,
-        plan=plan,
-        decoding=blocks or untuned_blocks(pool, block_tables.shape[1]),
+        decoding=blocks or untuned_blocks(pool, call.block_tables.shape[1]),
         tiling=blocks,
-        factors=head_factors(1, 1.0, scale, None, None, None),
+        factors=head_factors(1, 1.0, call.scale, None, None, None),
         sinks=None,
-        window=None,
-        softcap=None,
         value_width=-(-pages.latent_size // TPU_LANES) * TPU_LANES,
         interpret=interpret,
     )
     return out[..., : pages.latent_size], replace(pages, array=pool.reshape(P, S, W))
 
 
-def plan_latents_tpu(pages: LatentPages, **step: Any) -> Plan | None:
-    """Returns the plan of a step; `step` are the arguments of `plan_step` that are not of heads."""
+def plan_latents_tpu(pages: LatentPages, call: AttentionCall, **sizes: Any) -> Plan | None:
+    """Returns the plan of a step; `sizes` are the arguments of `plan_step` that are not of KV heads."""
     if pages.array.shape[-1] % TPU_LANES:
         return None
-    return plan_step(jax.ShapeDtypeStruct(_tiled_shape(pages), pages.dtype), num_kv_heads=1, **step)
+    return plan_step(jax.ShapeDtypeStruct(_tiled_shape(pages), pages.dtype), call, num_kv_heads=1, **sizes)
 
 
 def _tiled_shape(pages: LatentPages) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Attention over a paged KV cache."""
 
 from kernels_pallas.paged_attention.api import paged_attention, plan_attention
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.layout import (
     Pages,
     abstract_pages,
@@ -15,6 +16,7 @@ from kernels_pallas.paged_attention.layout import (
 )
 
 __all__ = [
+    "AttentionCall",
     "Pages",
     "abstract_pages",
     "gather_tokens",

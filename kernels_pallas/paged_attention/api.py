@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
@@ -33,35 +34,21 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 PLANNERS: dict[str, Callable[..., Any]] = {"tpu": plan_step, "tpu_interpret": plan_step}
 
 
-def plan_attention(
-    pages: Pages,
-    *,
-    num_tokens: int,
-    num_heads: int,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_len: int | None = None,
-    tree_mask: jax.Array | None = None,
-    mesh: Mesh | None = None,
-    implementation: str | None = None,
-) -> Any:
-    """Returns the plan of a step, an opaque tree of arrays for `paged_attention`; None if the implementation has none.
+def plan_attention(pages: Pages, call: AttentionCall, *, num_tokens: int, num_heads: int) -> Any:
+    """Returns the plan of a step, an opaque tree of arrays for `AttentionCall.plan`; None if none is needed.
 
-    Layers share a plan if their pages have one shape and their query heads one number. The arguments are those
-    of `paged_attention`, for `num_tokens` tokens (T) of `num_heads` heads (N).
+    Layers share a plan if their pages have one shape and their query heads one number: `num_tokens` tokens (T) of
+    `num_heads` heads (N).
     """
-    plan = planner_of(PLANNERS, implementation)
+    plan = planner_of(PLANNERS, call.implementation)
     if plan is None or pages.layout != "tpu":
         return None
     (pool,), K, G = pages.arrays, pages.num_kv_heads, num_heads // pages.num_kv_heads
-    if splits_heads(mesh):
-        axes = dividing_axes(K, mesh, HEADS_AXES)
-        (spec,), K = head_specs(pages, axes).arrays, K // num_parts(mesh, axes)
-        pool = jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(pool.shape), pool.dtype)
-    lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
-    sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_kv_heads": K, "num_groups": G}
-    return plan(pool, **sizes, **lens, q_len=q_len, tree_mask=tree_mask)
+    if splits_heads(call.mesh):
+        axes = dividing_axes(K, call.mesh, HEADS_AXES)
+        (spec,), K = head_specs(pages, axes).arrays, K // num_parts(call.mesh, axes)
+        pool = jax.ShapeDtypeStruct(NamedSharding(call.mesh, spec).shard_shape(pool.shape), pool.dtype)
+    return plan(pool, call, num_tokens=num_tokens, num_kv_heads=K, num_groups=G)
 
 
 def paged_attention(
@@ -69,22 +56,11 @@ def paged_attention(
     k: jax.Array | None,
     v: jax.Array | None,
     pages: Pages,
+    call: AttentionCall,
     *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
-    plan: Any = None,
-    mesh: Mesh | None = None,
-    implementation: str | None = None,
 ) -> tuple[jax.Array, Pages]:
     """Appends keys and values of a ragged batch to their pages, and attends to all that each row's pages hold.
 
@@ -102,29 +78,10 @@ def paged_attention(
       k, v: [T, K, H] keys and values of the same tokens. Both None where they are in the pool already, as in layers
         that share them: then nothing is written and the pool is returned as it came.
       pages: the pool, in any layout. Donate it at the outermost `jit`, and it is updated in place.
-      block_tables: i32[B, M] page ids; entries past a row's length, and of pages wholly behind the window of its first
-        token here, may be anything inside the pool.
-      kv_lens: i32[B] context lengths in tokens, this step's included; 0 marks a padding row, which writes nothing.
-      cu_q_lens: i32[B + 1] where each row's tokens start; padding rows are empty unless `q_len` is given.
-      scale: multiplies the scores.
-      page_offset: i32[] added to every page id: where a layer's pages begin in the pool of its group.
-      q_len: the most tokens that a row has, where that is known; lets the kernel specialise. 1 says that every row has
-        one, the padding rows included.
-      window: a query at position p sees only the keys at positions above p - window; None sees all.
-      softcap: bounds the scores by a tanh; None leaves them.
+      call: the rows, and how they attend.
       sinks: f32[N] a score per query head that takes part in the softmax and carries no value; None for none.
       k_scale, v_scale: f32[K] what a number in the pool is worth; None is 1. A pool of integers needs them, or has a
         scale for each token. A pool of 8 bits holds the largest it can of what is larger.
-      tree_mask: u32[T, words] replaces causality among a row's own tokens, for trees of drafts: all that came before
-        this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
-        and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
-      plan: what `plan_attention` made of the same step, mesh and implementation, so that each layer need not make it.
-      mesh: splits heads over the devices of its HEADS_AXES: each computes its own KV heads, with the query heads that
-        read them and its part of the pool. If all of these axes do not divide the KV heads, the last ones that do split
-        them; devices along the others compute the same. Its axes are automatic, as those of `Mesh(…)` are and those of
-        `jax.make_mesh(…)` are not by default. Without it the call runs whole on every device.
-      implementation: a name from `IMPLEMENTATIONS`, or None for the device's own: the kernels of a TPU or GPU, which
-        raise for a call that they cannot do, or the reference on a CPU and on GPUs of a compute capability below 8.0.
 
     Returns:
       [T, N, H] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite where no q_len
@@ -134,41 +91,22 @@ def paged_attention(
       ValueError: for an unknown implementation or arrays that do not fit together.
       NotImplementedError: when the implementation cannot do this call, with the reason.
     """
-    check_call(q, k, v, pages, block_tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, tree_mask)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} is not allowed: a query sees at least itself; use None for no window")
-    arrays = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "pages": pages,
-        "block_tables": block_tables,
-        "kv_lens": kv_lens,
-        "cu_q_lens": cu_q_lens,
-        "page_offset": page_offset,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "tree_mask": tree_mask,
-        **({} if plan is None else {"plan": plan}),
-    }
-    attend = implementation_of(IMPLEMENTATIONS, implementation, "paged attention")
-    call = functools.partial(attend, scale=scale, q_len=q_len, window=window, softcap=softcap)
-    if not splits_heads(mesh):
-        return call(**arrays)
-    axis = dividing_axes(pages.num_kv_heads, mesh, HEADS_AXES)
-    heads: dict[str, PartitionSpec] = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, axis))
-    heads |= dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(axis))
-    specs = {name: heads.get(name, PartitionSpec()) for name in arrays} | {"pages": head_specs(pages, axis)}
-    specs = {name: None if arrays[name] is None else spec for name, spec in specs.items()}
+    check_call(q, k, v, pages, call, sinks, k_scale, v_scale)
+    attend = implementation_of(IMPLEMENTATIONS, call.implementation, "paged attention")
+    if not splits_heads(call.mesh):
+        return attend(q, k, v, pages, call, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+    axis = dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES)
+    heads, pool = PartitionSpec(None, axis), head_specs(pages, axis)
+    of_heads = dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(axis))
     # Kernels are opaque to the replication check.
-    return jax.shard_map(
-        lambda arrays: call(**arrays),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=(heads["q"], specs["pages"]),
+    split = jax.shard_map(
+        lambda operands, of_heads: attend(*operands, **of_heads),
+        mesh=call.mesh,
+        in_specs=((heads, heads, heads, pool, PartitionSpec()), of_heads),
+        out_specs=(heads, pool),
         check_vma=False,
-    )(arrays)
+    )
+    return split((q, k, v, pages, call), {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale})
 
 
 def splits_heads(mesh: Mesh | None) -> TypeGuard[Mesh]:

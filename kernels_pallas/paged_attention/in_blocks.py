@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.online_softmax import (
     Scoring,
     Sums,
@@ -49,19 +50,11 @@ DEFAULT_SIZES = BlockSizes()
 
 
 def attend_in_blocks(
-    queries: jax.Array,
-    pool: Pool,
-    *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_len: int | None,
-    tree_mask: jax.Array | None,
-    scoring: Scoring,
-    sizes: BlockSizes = DEFAULT_SIZES,
+    queries: jax.Array, pool: Pool, call: AttentionCall, scoring: Scoring, sizes: BlockSizes = DEFAULT_SIZES
 ) -> jax.Array:
     """The contract is that of `attend_ragged`."""
-    (T, K, G, H), (B, M), S, V = queries.shape, block_tables.shape, pool.page_size, pool.value_width
+    q_len, tree_mask = call.q_len, call.tree_mask
+    (T, K, G, H), (B, M), S, V = queries.shape, call.block_tables.shape, pool.page_size, pool.value_width
     Q = min(max(-(-T // B), sizes.least_queries), sizes.most_queries, q_len or T)
     # Rows of 1 + Q a, 1 + Q b, … tokens have the most parts of Q.
     most_rows = min(B, T)
@@ -81,14 +74,12 @@ def attend_in_blocks(
 
     attend_tile = functools.partial(_attend_tile, pool, per_block, -(-num_pages // per_block) if is_whole else None)
     if q_len == 1 and num_rows >= T:
-        return attend_in_one_tile(attend_tile, queries, block_tables, kv_lens, scoring)
+        return attend_in_one_tile(attend_tile, queries, call, scoring)
     return attend_in_tiles(
         attend_tile,
         jnp.zeros((T, K, G, V), queries.dtype),
         queries,
-        block_tables,
-        kv_lens,
-        cu_q_lens,
+        call,
         scoring,
         num_queries=Q,
         num_rows=num_rows,

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.device import device_at_hand
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, write_kv
 from kernels_pallas.paged_attention.online_softmax import (
@@ -45,13 +46,13 @@ ROWS_TILE = 8
 ReadPage = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def attend_ragged(queries: jax.Array, pool: Pool, **arguments: Any) -> jax.Array:
-    """Returns the attention [T, K, G, V] of queries [T, K, G, H] to the pages of their rows.
+def attend_ragged(queries: jax.Array, pool: Pool, call: AttentionCall, scoring: Scoring) -> jax.Array:
+    """Returns the attention [T, K, G, V] of queries [T, K, G, H] to the pages of their rows; the call is `in_pool`.
 
-    The queries' own keys and values are in the pool already. Arrays are as in `paged_attention`.
+    The queries' own keys and values are in the pool already.
     """
     attend = attend_in_blocks if device_at_hand().platform == "gpu" else attend_by_pages
-    return attend(queries, pool, **arguments)
+    return attend(queries, pool, call, scoring)
 
 
 def paged_attention_reference(
@@ -59,26 +60,17 @@ def paged_attention_reference(
     k: jax.Array | None,
     v: jax.Array | None,
     pages: Pages,
+    call: AttentionCall,
     *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
     attend: Callable[..., jax.Array] = attend_ragged,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `attend` takes the place of `attend_ragged`."""
     T, N, head_dim = q.shape
     if k is not None and v is not None:
-        slots = token_slots(T, pages, block_tables, kv_lens, cu_q_lens, page_offset)
-        pages = write_kv(pages, k, v, slots, k_scale, v_scale)
+        pages = write_kv(pages, k, v, token_slots(T, pages, call), k_scale, v_scale)
     K = pages.num_kv_heads
     read = functools.partial(read_pages, pages)
 
@@ -89,42 +81,24 @@ def paged_attention_reference(
     pool = Pool(pages.page_size, read, read_slots)
     queries = pad_heads(q, pool.value_width).reshape(T, K, N // K, -1)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(K, N // K)
-    out = attend(
-        queries,
-        pool,
-        block_tables=block_tables + page_offset,
-        kv_lens=kv_lens,
-        cu_q_lens=cu_q_lens,
-        q_len=q_len,
-        tree_mask=tree_mask,
-        scoring=Scoring(scale, window, softcap, sinks, k_scale, v_scale),
-    )
+    scoring = Scoring(call.scale, call.window, call.softcap, sinks, k_scale, v_scale)
+    out = attend(queries, pool, call.in_pool(), scoring)
     return out.reshape(T, N, -1)[..., :head_dim], pages
 
 
-def attend_by_pages(
-    queries: jax.Array,
-    pool: Pool,
-    *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_len: int | None,
-    tree_mask: jax.Array | None,
-    scoring: Scoring,
-) -> jax.Array:
+def attend_by_pages(queries: jax.Array, pool: Pool, call: AttentionCall, scoring: Scoring) -> jax.Array:
     """`attend_ragged` in loops as long as the contexts, over one page at a time."""
-    T, B = queries.shape[0], kv_lens.shape[0]
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    if tree_mask is not None:
-        scoring = scoring._replace(paths=paths_of(tree_mask, q_len or T))
+    T, kv_lens, q_len = queries.shape[0], call.kv_lens, call.q_len
+    B, q_lens = kv_lens.shape[0], call.cu_q_lens[1:] - call.cu_q_lens[:-1]
+    if call.tree_mask is not None:
+        scoring = scoring._replace(paths=paths_of(call.tree_mask, q_len or T))
     attend_tile = functools.partial(_attend_tile, pool)
     if q_len == 1 and T <= ROWS_TILE:
-        return attend_in_one_tile(attend_tile, queries, block_tables, kv_lens, scoring)
+        return attend_in_one_tile(attend_tile, queries, call, scoring)
 
     def fill_in(out: jax.Array, kv_lens: jax.Array, num_queries: int, num_rows: int) -> jax.Array:
-        arrays, sizes = (block_tables, kv_lens, cu_q_lens), {"num_queries": num_queries, "num_rows": min(num_rows, B)}
-        return attend_in_tiles(attend_tile, out, queries, *arrays, scoring, **sizes)
+        rows, sizes = replace(call, kv_lens=kv_lens), {"num_queries": num_queries, "num_rows": min(num_rows, B)}
+        return attend_in_tiles(attend_tile, out, queries, rows, scoring, **sizes)
 
     out = jnp.zeros((*queries.shape[:-1], pool.value_width), queries.dtype)
     if q_len is not None and q_len <= ROWS_TILE:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.layout import Pages
 
 
@@ -25,32 +26,41 @@ def token_rows(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
     return jnp.minimum((ends[None] <= jnp.arange(num_tokens)[:, None]).sum(-1), ends.shape[0] - 1)
 
 
-def token_slots(
-    num_tokens: int, pages: Paged, block_tables: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, page_offset
-) -> jax.Array:
+def token_slots(num_tokens: int, pages: Paged, call: AttentionCall) -> jax.Array:
     """Returns the slot of each query's own key, i32[T]; past the pool for padding.
 
     q_lens 3, 1 and kv_lens 3, 20 -> rows 0 0 0 1, positions 0 1 2 19.
     """
+    block_tables, kv_lens, cu_q_lens = call.block_tables, call.kv_lens, call.cu_q_lens
     S, token, row = pages.page_size, jnp.arange(num_tokens), token_rows(cu_q_lens, num_tokens)
     position = kv_lens[row] - cu_q_lens[row + 1] + token
     is_real = (token < cu_q_lens[-1]) & (kv_lens[row] > 0)
-    page = block_tables[row, jnp.clip(position // S, 0, block_tables.shape[1] - 1)] + page_offset
+    page = block_tables[row, jnp.clip(position // S, 0, block_tables.shape[1] - 1)] + call.page_offset
     return jnp.where(is_real, page * S + position % S, pages.num_pages * S)
 
 
-def check_call(q, k, v, pages: Pages, block_tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, tree_mask) -> None:
-    """Raises ValueError, with every shape, where the arrays of a call do not fit together."""
-    B, (T, N, H), K = kv_lens.shape[0], q.shape, pages.num_kv_heads
+def expected_rows(call: AttentionCall, num_tokens: int) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Returns the arrays of a call's rows by name, each with the shape that it must have for `num_tokens` tokens."""
+    B, mask = call.kv_lens.shape[0], call.tree_mask
+    return {
+        "block_tables": (call.block_tables, (B, *call.block_tables.shape[1:2])),
+        "cu_q_lens": (call.cu_q_lens, (B + 1,)),
+        "tree_mask": (mask, (num_tokens, *(() if mask is None else mask.shape[1:2]))),
+    }
+
+
+def check_call(q, k, v, pages: Pages, call: AttentionCall, sinks, k_scale, v_scale) -> None:
+    """Raises ValueError for a window of nothing, and with every shape where the arrays do not fit together."""
+    if call.window is not None and call.window < 1:
+        raise ValueError(f"window={call.window} is not allowed: a query sees at least itself; use None for no window")
+    (T, N, H), K = q.shape, pages.num_kv_heads
     expected = {
         "k": (k, (T, K, H)),
         "v": (v, (T, K, H)),
-        "block_tables": (block_tables, (B, *block_tables.shape[1:2])),
-        "cu_q_lens": (cu_q_lens, (B + 1,)),
+        **expected_rows(call, T),
         "sinks": (sinks, (N,)),
         "k_scale": (k_scale, (K,)),
         "v_scale": (v_scale, (K,)),
-        "tree_mask": (tree_mask, (T, *(() if tree_mask is None else tree_mask.shape[1:2]))),
     }
     wrong = [name for name, (array, shape) in expected.items() if array is not None and array.shape != shape]
     if N % K:
@@ -61,7 +71,7 @@ def check_call(q, k, v, pages: Pages, block_tables, kv_lens, cu_q_lens, sinks, k
         given = {"q": q} | {name: array for name, (array, _) in expected.items() if array is not None}
         listed = ", ".join(f"{name} {array.shape}" for name, array in given.items())
         raise ValueError(
-            f"shapes do not fit together: {listed}, kv_lens {kv_lens.shape}, pages of {K} KV heads and head_dim"
+            f"shapes do not fit together: {listed}, kv_lens {call.kv_lens.shape}, pages of {K} KV heads and head_dim"
             f" {pages.head_dim}; wrong: {', '.join(wrong)}; see paged_attention"
         )
     if (k is None) != (v is None):

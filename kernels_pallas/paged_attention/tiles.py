@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.online_softmax import Scoring
 
 
@@ -30,12 +31,10 @@ class Pool(NamedTuple):
 AttendTile = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Scoring], jax.Array]
 
 
-def attend_in_one_tile(
-    attend_tile: AttendTile, queries: jax.Array, block_tables: jax.Array, kv_lens: jax.Array, scoring: Scoring
-) -> jax.Array:
+def attend_in_one_tile(attend_tile: AttendTile, queries: jax.Array, call: AttentionCall, scoring: Scoring) -> jax.Array:
     """Returns the attention [B, K, G, V] of rows of one query each, in the order that they have."""
-    positions = kv_lens[:, None] - 1
-    out = attend_tile(queries[:, None], block_tables, positions, positions, scoring._replace(paths=None))
+    positions = call.kv_lens[:, None] - 1
+    out = attend_tile(queries[:, None], call.block_tables, positions, positions, scoring._replace(paths=None))
     return out[:, 0].astype(queries.dtype)
 
 
@@ -43,9 +42,7 @@ def attend_in_tiles(
     attend_tile: AttendTile,
     out: jax.Array,
     queries: jax.Array,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
+    call: AttentionCall,
     scoring: Scoring,
     *,
     num_queries: int,
@@ -56,8 +53,8 @@ def attend_in_tiles(
 
     `num_tiles` are enough for any lengths. If None, the loop ends with the tiles of these lengths.
     """
-    T, B = queries.shape[0], kv_lens.shape[0]
-    R, Q = num_rows, num_queries
+    block_tables, kv_lens, cu_q_lens = call.block_tables, call.kv_lens, call.cu_q_lens
+    (T, B), (R, Q) = (queries.shape[0], kv_lens.shape[0]), (num_rows, num_queries)
     starts, q_lens = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1]
     # A tile takes as long as its longest row, so rows of similar length go together.
     order = jnp.argsort(-kv_lens)

@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.kernels.compilers import Case, compile_in_process, lower_case, on_mesh, print_figures, step_case
 from scripts.kernels.figures import compile_on_gpu, gpu_mesh
+from scripts.kernels.named_calls import by_name
 
 DEVICES = ("A100", "L4", "H100", "H200")
 # Several devices are written with their number; they compile steps alone. A T4 has no kernels, and cases of its own.
@@ -74,7 +75,7 @@ def attention(
     sizes = 65536 // page_size, page_size, num_kv_heads, head_dim
     pages = abstract_pages(*sizes, page_dtype, "gpu", has_scales=has_scales)
     q, k = (shape((num_tokens, heads, head_dim), dtype) for heads in (num_heads, num_kv_heads))
-    attend = functools.partial(paged_attention_gpu, scale=head_dim**-0.5, q_len=q_len, **options)
+    attend = functools.partial(by_name(paged_attention_gpu), scale=head_dim**-0.5, q_len=q_len, **options)
     arguments = on_mesh({"q": q, "k": k, "v": k, "pages": pages, **arrays}, mesh)
     return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
 
@@ -105,7 +106,7 @@ def latents(
         "cu_q_lens": shape((num_rows + 1,), jnp.int32),
         "page_offset": shape((), jnp.int32),
     }
-    attend = functools.partial(latent_attention, scale=0.1, q_len=q_len)
+    attend = functools.partial(by_name(latent_attention), scale=0.1, q_len=q_len)
     arguments = on_mesh(arguments, mesh)
     return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
 

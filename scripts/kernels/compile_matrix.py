@@ -38,6 +38,7 @@ from scripts.kernels.compilers import (
     step_case,
 )
 from scripts.kernels.figures import compile_on_tpu
+from scripts.kernels.named_calls import by_name
 
 DEVICES = (
     *("v5e", "v5p", "v6e", "tpu7x", "v5e-8", "v6e-8", "v5p-2", "v5p-4", "v6e-4", "v5p-4x4", "v6e-8x2", "v6e-8x8"),
@@ -96,7 +97,7 @@ def _attention_case(
         arguments["tree_mask"] = jax.ShapeDtypeStruct((T, tree_words), jnp.uint32)
     if has_sinks:
         arguments["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
-    attend = functools.partial(paged_attention_tpu, scale=H**-0.5, **options)
+    attend = functools.partial(by_name(paged_attention_tpu), scale=H**-0.5, **options)
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 
@@ -122,7 +123,7 @@ def latents_case(
     arguments: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
     tables = {"block_tables": (num_rows, 16), "kv_lens": (num_rows,), "cu_q_lens": (num_rows + 1,)}
     arguments |= {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in tables.items()} | {"pages": pages}
-    attend = functools.partial(latent_attention_tpu, scale=0.1, q_len=q_len, **options)
+    attend = functools.partial(by_name(latent_attention_tpu), scale=0.1, q_len=q_len, **options)
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 

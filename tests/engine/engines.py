@@ -28,7 +28,7 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.speculation.speculation import Speculation
 from kernels_pallas.latent_attention import api as latent_api
 from kernels_pallas.latent_attention import layout as latent_layout
-from kernels_pallas.paged_attention import api, layout
+from kernels_pallas.paged_attention import AttentionCall, api, layout
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.engine.probe import clear_outputs, is_idle, runner_of, scheduler_of
 from tests.on_demand import KeptProcessor, kept_processors, steps_on_demand
@@ -124,15 +124,15 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
     `pytest tests/engine --tpu-kernels` runs the tests of the engine so, for hours.
     """
 
-    def kernels(attend: Any, *args: Any, tree_mask: jax.Array | None = None, **options: Any) -> Any:
-        return attend(*args, tree_mask=tree_mask, blocks=blocks_for(tree_mask), **options)
+    def kernels(attend: Any, *operands: Any, **of_heads: Any) -> Any:
+        return attend(*operands, blocks=blocks_for(operands[-1].tree_mask), **of_heads)
 
     def blocks_for(tree_mask: jax.Array | None) -> Blocks:
         # Tiles of 8 rows in both kernels, so that a token's sums have the same order in both; a tree is not split.
         return Blocks(pages=2, buffers=2, queries=4 if tree_mask is None else 8)
 
-    def planner(plan: Any, *args: Any, tree_mask: jax.Array | None, **step: Any) -> Any:
-        return plan(*args, tree_mask=tree_mask, tiling=blocks_for(tree_mask), **step)
+    def planner(plan: Any, pool: Any, call: AttentionCall, **sizes: int) -> Any:
+        return plan(pool, call, tiling=blocks_for(call.tree_mask), **sizes)
 
     for module in (layout, latent_layout):
         patch.setattr(module, "default_layout", lambda: "tpu")

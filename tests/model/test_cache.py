@@ -25,6 +25,7 @@ from jaxinfer.model.cache import (
 from jaxinfer.model.config import uniform_decoder
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.layout import read_pages
+from scripts.kernels.named_calls import by_name
 
 K, H, S, P = 2, 16, 16, 3
 SIZES: dict[str, Any] = {
@@ -41,7 +42,7 @@ insert = jax.jit(functools.partial(insert_pages, config=CONFIG))
 @functools.partial(jax.jit, static_argnames="has_keys")
 def run_layer(group, q, k, v, batch, index, has_keys=True):
     """Appends keys and values, or does not, and attends at one layer of the group of 4."""
-    return paged_attention(
+    return by_name(paged_attention)(
         q,
         k if has_keys else None,
         v if has_keys else None,

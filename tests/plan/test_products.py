@@ -31,6 +31,7 @@ from kernels_pallas import row_products
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.paged_attention.layout import LANES
 from kernels_pallas.row_products import BY_MATRICES, BY_WEIGHTS, ROW_BLOCK, equal_row_counts, rows_by_weights
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 
 FLOAT = np.dtype("float32")
@@ -237,7 +238,7 @@ def attention_products(head_dim, group, page_size, call):
         "tree_mask": zeros(num_tokens, 1, dtype=np.uint32) if is_tree else None,
     }
     q, kv = zeros(num_tokens, 2 * group, head_dim), zeros(num_tokens, 2, head_dim)
-    attend = functools.partial(paged_attention, scale=1.0, q_len=q_len, implementation="reference")
+    attend = functools.partial(by_name(paged_attention), scale=1.0, q_len=q_len, implementation="reference")
     return product_shapes(jax.make_jaxpr(lambda arrays, *args: attend(*args, **arrays))(arrays, q, kv, kv, pages))
 
 

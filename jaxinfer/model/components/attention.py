@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
 
-from jaxinfer.model.batch import Batch, StepTokens
 from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
-from jaxinfer.model.components.recurrent.states import StateSlots
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import (
+    AttentionCall,
     Pages,
     abstract_pages,
     gather_tokens,
@@ -27,9 +25,7 @@ from kernels_pallas.paged_attention import (
     write_kv,
 )
 from kernels_pallas.paged_attention.shapes import token_slots
-from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows, plain_attention
-
-Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
+from kernels_pallas.whole_rows import PagedCall, PlainCall, plain_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,63 +121,6 @@ class AttentionParams:
     v_scale: Any = None  # [n, 1]
 
 
-@dataclass(frozen=True)
-class AttentionInputs:
-    """The inputs of any mixer beside hidden states and its pages: the step, its angles and its slots."""
-
-    batch: Batch
-    tokens: StepTokens
-    q_len: int | None = None
-    tree_mask: jax.Array | None = None
-    implementation: str | None = None
-    mesh: Mesh | None = None
-    states: StateSlots | None = None  # if the model has a recurrent mixer
-    num_whole_rows: int | None = None  # of a step that may be differentiated, see `forward`
-    angles: Mapping[Rope, Angles] = field(default_factory=dict)  # of the tokens, for each rotary embedding
-    page_offset: jax.Array | int = 0  # the index of the layer's first page in its pool
-    is_shared: bool = False  # other layers write or read the pages too
-    plan: Any = None  # of the step, for this mixer's kernel, see `plan_attention`
-
-    @property
-    def planned(self) -> dict[str, Any]:
-        """The arguments of `plan_attention` that are of the step."""
-        batch = self.batch
-        lens = {"block_tables": batch.block_tables, "kv_lens": batch.kv_lens, "cu_q_lens": batch.cu_q_lens}
-        statics = {"q_len": self.q_len, "mesh": self.mesh, "implementation": self.implementation}
-        return {"num_tokens": batch.tokens.shape[0], "tree_mask": self.tree_mask, **lens, **statics}
-
-    def run(
-        self,
-        call: PagedCall,
-        plain: PlainCall,
-        tokens: tuple[jax.Array, ...],
-        shared: jax.Array | None,
-        pages: Any,
-    ) -> tuple[jax.Array, Any]:
-        """Returns `call(*tokens, shared, pages, arrays)`, with the arrays of this step by name; see `run_with`."""
-        arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
-        arrays |= {"tree_mask": self.tree_mask, "page_offset": self.page_offset, "plan": self.plan}
-        return self.run_with(arrays, call, plain, tokens, shared, pages)
-
-    def run_with(
-        self,
-        arrays: Any,
-        call: PagedCall,
-        plain: PlainCall,
-        tokens: tuple[jax.Array, ...],
-        shared: jax.Array | None,
-        pages: Any,
-    ) -> tuple[jax.Array, Any]:
-        """Returns `call(*tokens, shared, pages, arrays)`.
-
-        In a step of whole rows the results have the derivative of `plain`, see `attend_whole_rows`.
-        """
-        if self.num_whole_rows is None:
-            return call(*tokens, shared, pages, arrays)
-        results: Any = attend_whole_rows(call, plain, self.num_whole_rows, tokens, shared, pages, arrays)
-        return results[0], jax.lax.stop_gradient(results[1])
-
-
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, N, K, H = hidden_size, config.num_heads, config.num_held_heads, config.head_dim
@@ -227,16 +166,16 @@ def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
     )
 
 
-def plan_attention_of(config: Attention, pages: Pages, inputs: AttentionInputs) -> Any:
+def plan_attention_of(config: Attention, pages: Pages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
-    return plan_attention(pages, num_heads=config.num_heads, **inputs.planned)
+    return plan_attention(pages, inputs.call(), num_tokens=len(inputs.batch.tokens), num_heads=config.num_heads)
 
 
 def attend(
     params: AttentionParams,
     pages: Pages,
     x: jax.Array,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     *,
     config: Attention,
     norm: Norm,
@@ -248,20 +187,19 @@ def attend(
     q, k, v = project_qkv(params, x, inputs, config=config, norm=norm)
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     options = {"scale": scale, "window": config.window, "softcap": config.softcap}
-    statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
     scales = {}
     if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
         scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}
 
-    def call(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
-        return paged_attention(q, k, v, pages, sinks=sinks, **scales, **arrays, **options, **statics)
+    def run(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, call: AttentionCall) -> tuple[jax.Array, Pages]:
+        return paged_attention(q, k, v, pages, call, sinks=sinks, **scales)
 
-    plain = functools.partial(plain_attention, **options)
+    call, plain = inputs.call(**options), functools.partial(plain_attention, **options)
     if inputs.num_whole_rows is not None and inputs.is_shared:
-        attended, pages = _attend_through_pages(call, plain, q, k, v, params.sinks, pages, inputs)
+        attended, pages = _attend_through_pages(run, plain, (q, k, v), params.sinks, pages, call, inputs)
     else:
-        attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages)
+        attended, pages = inputs.run(run, plain, (q, k, v), params.sinks, pages, call)
     if params.gate is not None:
         attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.tokens))
     attended = attended.reshape(attended.shape[0], -1)
@@ -271,7 +209,7 @@ def attend(
 def project_qkv(
     params: AttentionParams,
     x: jax.Array,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     *,
     config: Attention,
     norm: Norm,
@@ -304,26 +242,25 @@ def _normed(heads: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
 
 
 def _attend_through_pages(
-    call: PagedCall,
+    run: PagedCall,
     plain: PlainCall,
-    q: jax.Array,
-    k: Any,
-    v: Any,
+    qkv: tuple[Any, ...],
     sinks: jax.Array | None,
     pages: Pages,
-    inputs: AttentionInputs,
+    call: AttentionCall,
+    inputs: MixerInputs,
 ) -> tuple[jax.Array, Pages]:
     """Returns what `inputs.run` does, in a step of whole rows, for layers that share keys and values.
 
     The pages have a derivative here, by which that of a reader reaches the layer that made the keys and values.
     """
-    batch, place = inputs.batch, inputs.page_offset
-    slots = token_slots(q.shape[0], pages, batch.block_tables, batch.kv_lens, batch.cu_q_lens, place)
+    q, k, v = qkv
+    slots = token_slots(q.shape[0], pages, call)
     if k is not None:
         pages = write_kv(pages, k, v, slots)
 
-    def read(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
-        return call(q, None, None, sinks, pages, arrays)
+    def read(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, call: AttentionCall) -> tuple[jax.Array, Pages]:
+        return run(q, None, None, sinks, pages, call)
 
-    attended, _ = inputs.run(read, plain, (q, *gather_tokens(pages, slots)), sinks, pages)
+    attended, _ = inputs.run(read, plain, (q, *gather_tokens(pages, slots)), sinks, pages, call)
     return attended, pages

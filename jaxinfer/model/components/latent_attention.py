@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm, widened
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, rotary_embedding
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention
+from kernels_pallas.paged_attention import AttentionCall
 from kernels_pallas.quantized_matmul import layer_of
 from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.whole_rows import plain_attention
@@ -120,16 +121,16 @@ def abstract_latents_of(config: LatentAttention, size: PoolSize) -> LatentPages:
     )
 
 
-def plan_latents_of(config: LatentAttention, pages: LatentPages, inputs: AttentionInputs) -> Any:
+def plan_latents_of(config: LatentAttention, pages: LatentPages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
-    return plan_latent_attention(pages, num_heads=config.num_heads, **inputs.planned)
+    return plan_latent_attention(pages, inputs.call(), num_tokens=len(inputs.batch.tokens), num_heads=config.num_heads)
 
 
 def attend_to_latents(
     params: LatentAttentionParams,
     pages: LatentPages,
     x: jax.Array,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     *,
     config: LatentAttention,
     norm: Norm,
@@ -156,15 +157,14 @@ def attend_to_latents(
     keys = rotary_embedding(down[:, None, R:], *angles, is_interleaved=is_interleaved)[:, 0]
     latents = jnp.concatenate([latents, keys], axis=-1)
     scale = config.qk_head_dim**-0.5 if config.scale is None else config.scale
-    statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
 
-    def call(q: Any, latents: Any, _: None, pages: LatentPages, arrays: Any) -> tuple[jax.Array, LatentPages]:
-        return latent_attention(q, latents, pages, scale=scale, **arrays, **statics)
+    def run(q: Any, latents: Any, _: None, pages: LatentPages, call: AttentionCall) -> tuple[jax.Array, LatentPages]:
+        return latent_attention(q, latents, pages, call)
 
     def plain(q: jax.Array, latents: jax.Array, _: None) -> jax.Array:
         return plain_attention(q, latents[:, None], latents[:, None, :R], None, scale=scale)
 
-    attended, pages = inputs.run(call, plain, (q, latents), None, pages)
+    attended, pages = inputs.run(run, plain, (q, latents), None, pages, inputs.call(scale=scale))
     values = _by_heads(attended, v_up, is_computed).reshape(x.shape[0], -1)
     return linear(values, params.o, params.o_bias, inputs.tokens, input_units=config.num_heads), pages
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
-from kernels_pallas.paged_attention.gpu.chunks import find_chunk, find_pages, num_chunks
+from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.gpu.chunks import arrays_of, find_chunk, find_pages, num_chunks
 
 # Tokens that one program appends.
 APPEND_TILE = 16
@@ -19,21 +20,21 @@ APPEND_TILE = 16
 WIDE = 256
 
 
-def append(new: Sequence, pools: Sequence, kv_lens, cu_q_lens, *, block_tables, page_offset, q_len, interpret) -> tuple:
+def append(new: Sequence, pools: Sequence, call: AttentionCall, interpret: bool) -> tuple:
     """Returns the pools with what is new in each, as it is stored, written in place.
 
     New tokens are [T, K, H] for pools [P, S, K, H], and their scales [T, K] for pools [P, K, S], which come last.
     """
-    T, K, _ = new[0].shape
+    (T, K, _), B, q_len = new[0].shape, call.kv_lens.shape[0], call.q_len
     block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
-    arrays = {"kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "block_tables": block_tables, "page_offset": page_offset}
+    arrays = arrays_of(call)
     return tuple(
         triton.launch(
             functools.partial(_append_kernel, names=tuple(arrays), num_pools=len(pools), block_q=block_q, q_len=q_len),
             *arrays.values(),
             *new,
             *pools,
-            grid=(num_chunks(T, kv_lens.shape[0], block_q, q_len), K),
+            grid=(num_chunks(T, B, block_q, q_len), K),
             out=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
             aliases={len(arrays) + len(new) + i: i for i in range(len(pools))},
             num_warps=1 if block_q < APPEND_TILE else 4 if new[0].shape[2] <= WIDE else 8,

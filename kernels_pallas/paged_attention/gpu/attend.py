@@ -9,6 +9,7 @@ combination of splits, is by powers of two, exact.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, heads_of_tile
-from kernels_pallas.paged_attention.gpu.chunks import Chunk, find_pages
+from kernels_pallas.paged_attention.gpu.chunks import Chunk, arrays_of, find_pages
 from kernels_pallas.paged_attention.gpu.combine import combine
 from kernels_pallas.paged_attention.gpu.parts import (
     Cut,
@@ -35,25 +37,33 @@ OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "k_scales", "rotary_scales
 
 
 def attend(
-    q: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, *, block_sizes: GpuBlockSizes, interpret: bool, **rest
+    q: jax.Array,
+    call: AttentionCall,
+    block_sizes: GpuBlockSizes,
+    *,
+    arrays: Mapping[str, jax.Array | None],
+    value_size: int | None = None,
+    interpret: bool,
 ) -> jax.Array:
     """Launches the kernel and combines the parts; rows of kv_lens = 0 and tokens past the last row give zeros.
 
-    `value_size` V says that a value is the first V numbers of its key, and there is no `v_pages`.
+    `arrays` are `k_pages` and those of OPTIONAL. `value_size` V says that a value is the first V numbers of its key,
+    and there is no `v_pages`.
     """
-    (T, N, H), B, (_, S, K, _) = q.shape, kv_lens.shape[0], rest["k_pages"].shape
-    statics = {name: rest.pop(name) for name in ("scale", "softcap")}
-    q_len, window, V = rest.pop("q_len"), rest.pop("window"), rest.pop("value_size", None) or H
-    arrays = {"q": q, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens, **rest}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    k_pages = arrays["k_pages"]
+    assert k_pages is not None
+    (T, N, H), B, (_, S, K, _) = q.shape, call.kv_lens.shape[0], k_pages.shape
+    q_len, V = call.q_len, value_size or H
+    given = {"q": q, **arrays_of(call), **arrays, "tree_mask": call.tree_mask}
+    given = {name: array for name, array in given.items() if array is not None}
     G = heads_of_tile(N // K, block_sizes.block_m)
     cut = cut_batch(
         T,
         B,
         q_len=q_len,
         block_q=block_sizes.block_m // G,
-        window=window,
-        max_context=rest["block_tables"].shape[1] * S,
+        window=call.window,
+        max_context=call.block_tables.shape[1] * S,
         token_bytes=4 * N * (V + 2),
         sizes=block_sizes,
     )
@@ -61,10 +71,11 @@ def attend(
     if cut.num_slots:
         out += [jax.ShapeDtypeStruct((cut.num_slots, N, *width), jnp.float32) for width in ((V,), (), ())]
     options = {"num_warps": block_sizes.num_warps, "interpret": interpret}
+    statics = {"scale": call.scale, "softcap": call.softcap}
     # KV heads are the fast axis, so that the longest tiles of all heads come first.
     outputs = triton.launch(
-        functools.partial(_kernel, names=tuple(arrays), cut=cut, value_size=V, **statics),
-        *arrays.values(),
+        functools.partial(_kernel, names=tuple(given), cut=cut, value_size=V, **statics),
+        *given.values(),
         grid=(N // G, cut.num_programs),
         out=out,
         num_stages=block_sizes.num_stages,
@@ -75,7 +86,8 @@ def attend(
         return outputs[0]
     queries = min(cut.block_q, q_len or cut.block_q)
     out, partial_out, maximum, total = outputs
-    return combine(out, partial_out, maximum, total, kv_lens, cu_q_lens, cut=cut, queries=queries, heads=G, **options)
+    lens = call.kv_lens, call.cu_q_lens
+    return combine(out, partial_out, maximum, total, *lens, cut=cut, queries=queries, heads=G, **options)
 
 
 class _Columns(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
+from kernels_pallas.paged_attention.call import AttentionCall
 
 
 class Chunk(NamedTuple):
@@ -20,6 +22,16 @@ class Chunk(NamedTuple):
     kv_len: jax.Array  # i32[]
     context: jax.Array  # i32[]  tokens of the row before this step; below 0 for padding
     offset: jax.Array  # i32[]  the program's first query in the row
+
+
+def for_kernels(call: AttentionCall) -> AttentionCall:
+    """Returns the call with its offset as the array i32[1] that kernels read."""
+    return replace(call, page_offset=jnp.asarray(call.page_offset, jnp.int32).reshape(1))
+
+
+def arrays_of(call: AttentionCall) -> dict[str, jax.Array]:
+    """Returns the arrays of a call's rows that every kernel reads, by the names that it reads them by."""
+    return {name: getattr(call, name) for name in ("kv_lens", "cu_q_lens", "block_tables", "page_offset")}
 
 
 def num_chunks(T: int, B: int, block_q: int, q_len: int | None) -> int:

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import triton
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
+from kernels_pallas.paged_attention.gpu.chunks import for_kernels
 from kernels_pallas.paged_attention.gpu.prefill_choice import choose_prefill
 from kernels_pallas.paged_attention.layout import Pages, pack_integers, to_integers, to_stored
 
@@ -34,19 +36,11 @@ def paged_attention_gpu(
     k: jax.Array | None,
     v: jax.Array | None,
     pages: Pages,
+    call: AttentionCall,
     *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
     block_sizes: GpuBlockSizes | None = None,
     prefill: str | None = None,
     interpret: bool = False,
@@ -57,89 +51,75 @@ def paged_attention_gpu(
     """
     further = (("pages.layout", pages.layout, ("gpu",)), ("head_dim", q.shape[-1], range(1, MAX_HEAD_DIM + 1)))
     target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", "int4", FP8), further=further)
-    (_, N, H), K, M = q.shape, pages.num_kv_heads, block_tables.shape[1]
-    place = {
-        "block_tables": block_tables,
-        "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),
-        "q_len": q_len,
-        "interpret": interpret,
-    }
+    (_, N, H), K, M, call = q.shape, pages.num_kv_heads, call.block_tables.shape[1], for_kernels(call)
     if k is not None and v is not None:
-        pages = _append(pages, k, v, k_scale, v_scale, kv_lens, cu_q_lens, **place)
-    place |= {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
-    if pages.scales is not None:
-        place |= {"k_scales": pages.scales[0], "v_scales": pages.scales[1]}
-    place |= {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "window": window, "softcap": softcap}
-    max_context = M * pages.page_size if window is None else min(M * pages.page_size, window)
+        pages = _append(pages, k, v, k_scale, v_scale, call, interpret)
+    held: dict[str, Any] = {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
+    scales = {} if pages.scales is None else {"k_scales": pages.scales[0], "v_scales": pages.scales[1]}
+    arrays = {**held, **scales, "k_scale": k_scale, "v_scale": v_scale}
     chosen = functools.partial(
         gpu_block_sizes,
         group=N // K,
         num_kv_heads=K,
         head_dim=H,
         page_dtype=pages.dtype.name,
-        max_context=max_context,
-        has_tree=tree_mask is not None,
+        max_context=min(M * pages.page_size, call.window or M * pages.page_size),
+        has_tree=call.tree_mask is not None,
         target=target,
     )
     sizes = chosen if block_sizes is None else lambda **_: block_sizes
-    absent = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale}
-    call = {"scale": scale, "absent": absent, "target": target, "interpret": interpret}
+    absent = {"tree_mask": call.tree_mask, "k_scale": k_scale, "v_scale": v_scale}
     attend_long = None
-    if q_len is None and choose_prefill(prefill, q, pages, **call) == "mosaic":
-        from kernels_pallas.paged_attention.gpu.hopper_prefill import hopper_prefill as attend_long
-    out = attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, attend_long=attend_long, **place)
-    return out, pages
+    options: dict[str, Any] = {"absent": absent, "target": target, "interpret": interpret}
+    if call.q_len is None and choose_prefill(prefill, q, pages, scale=call.scale, **options) == "mosaic":
+        from kernels_pallas.paged_attention.gpu.hopper_prefill import hopper_prefill
+
+        attend_long = functools.partial(hopper_prefill, **held, interpret=interpret)
+    attend_tiles = functools.partial(attend, arrays=arrays, interpret=interpret)
+    return attend_rows(attend_tiles, q, call, sizes, attend_long), pages
 
 
-def _append(
-    pages: Pages, k: jax.Array, v: jax.Array, k_scale: Any, v_scale: Any, *lens: jax.Array, **place: Any
-) -> Pages:
+def _append(pages: Pages, k: jax.Array, v: jax.Array, k_scale: Any, v_scale: Any, call: AttentionCall, interpret: bool):
     """Returns the pool with keys and values [T, K, H] of a batch written to it in place."""
     if pages.scales is None:
         new = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
-        return dataclasses.replace(pages, arrays=append(new, pages.arrays, *lens, **place))
+        return dataclasses.replace(pages, arrays=append(new, pages.arrays, call, interpret))
     bits = 4 if pages.is_packed else 8
     (k, k_scales), (v, v_scales) = to_integers(k, bits), to_integers(v, bits)
     if pages.is_packed:
         k, v = pack_integers(k), pack_integers(v)
-    pools = append((k, v, k_scales, v_scales), (*pages.arrays, *pages.scales), *lens, **place)
+    pools = append((k, v, k_scales, v_scales), (*pages.arrays, *pages.scales), call, interpret)
     return dataclasses.replace(pages, arrays=pools[:2], scales=pools[2:])
 
 
 def attend_rows(
+    attend_tiles: Callable[..., jax.Array],
     q: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    *,
+    call: AttentionCall,
     sizes: Callable[..., GpuBlockSizes],
-    q_len: int | None,
-    tree_mask: jax.Array | None,
     attend_long: Callable[..., jax.Array] | None = None,
-    **place: Any,
 ) -> jax.Array:
-    """Returns the attention [T, N, V] of queries [T, N, H]; `place` are further arguments of `attend`.
+    """Returns the attention [T, N, V] of queries [T, N, H], by `attend_tiles(q, call, block_sizes)`.
 
-    sizes(num_rows=, queries=) gives the block sizes for rows of up to that many queries. `attend_long`, if there is no
-    tree, attends instead with the rows of a ragged batch that have several tokens.
+    sizes(num_rows=, queries=) gives the block sizes for rows of up to that many queries. `attend_long(q, call)`, if
+    there is no tree, attends instead with the rows of a ragged batch that have several tokens.
     """
-    T, B = q.shape[0], kv_lens.shape[0]
-    if q_len is not None:
-        chosen = sizes(num_rows=B, queries=q_len)
-        return attend(q, kv_lens, cu_q_lens, **place, q_len=q_len, tree_mask=tree_mask, block_sizes=chosen)
+    (T, B), kv_lens, cu_q_lens = (q.shape[0], call.kv_lens.shape[0]), call.kv_lens, call.cu_q_lens
+    if call.q_len is not None:
+        return attend_tiles(q, call, sizes(num_rows=B, queries=call.q_len))
     # Rows of one token would waste a wide tile, and being few tiles want their context split.
     starts, is_single = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1] == 1
     if attend_long is not None:
-        out = attend_long(q, kv_lens, cu_q_lens, **{name: given for name, given in place.items() if given is not None})
+        out = attend_long(q, call)
     else:
         # Partial results of every token would outweigh what splitting gains, so only long contexts are split.
         chosen = dataclasses.replace(sizes(num_rows=T // WIDE_TILE + 1, queries=min(T, WIDE_TILE)), num_splits=1)
-        long_lens = jnp.where(is_single, 0, kv_lens)
-        out = attend(q, long_lens, cu_q_lens, **place, q_len=None, tree_mask=tree_mask, block_sizes=chosen)
+        out = attend_tiles(q, dataclasses.replace(call, kv_lens=jnp.where(is_single, 0, kv_lens)), chosen)
     single_lens, ones = jnp.where(is_single, kv_lens, 0), jnp.arange(B + 1, dtype=jnp.int32)
+    singles = dataclasses.replace(call, kv_lens=single_lens, cu_q_lens=ones, q_len=1, tree_mask=None)
     chosen = sizes(num_rows=B, queries=1)
-    first = q.at[starts].get(mode="clip")
-    singles = attend(first, single_lens, ones, **place, q_len=1, tree_mask=None, block_sizes=chosen)
-    return out.at[jnp.where(is_single, starts, T)].set(singles, mode="drop")
+    decoded = attend_tiles(q.at[starts].get(mode="clip"), singles, chosen)
+    return out.at[jnp.where(is_single, starts, T)].set(decoded, mode="drop")
 
 
 def check_support(

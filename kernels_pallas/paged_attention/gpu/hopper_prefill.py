@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.tiles import num_tiles, tile_table
 from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
 
@@ -38,33 +39,27 @@ COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
 
 def hopper_prefill(
     q: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
+    call: AttentionCall,
     *,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    block_tables: jax.Array,
-    page_offset: jax.Array,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns the attention [T, N, H] of the rows of several tokens; that of single tokens is left undefined.
 
     Arguments are those of `paged_attention`, of a call that `prefill_choice.reason_against_call` allows; k_pages and
-    v_pages [P, S, K, H], page_offset i32[1]. Padding after the last row gives zeros.
+    v_pages [P, S, K, H], and the call is one `for_kernels`. Padding after the last row gives zeros.
     """
-    (T, N, H), B = q.shape, kv_lens.shape[0]
+    (T, N, H), B = q.shape, call.kv_lens.shape[0]
     stages = HELD_BYTES // (2 * BLOCK * H * q.dtype.itemsize)
     arrays = {
         "q": q,
         "k_pages": k_pages,
         "v_pages": v_pages,
-        "block_tables": block_tables,
-        "page_offset": page_offset,
-        "tiles": tile_table(kv_lens, cu_q_lens, T, TILE),
+        "block_tables": call.block_tables,
+        "page_offset": call.page_offset,
+        "tiles": tile_table(call.kv_lens, call.cu_q_lens, T, TILE),
         **({} if sinks is None else {"sinks": sinks}),
     }
     swizzled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
@@ -83,7 +78,7 @@ def hopper_prefill(
         "turn": plgpu.Barrier(num_arrivals=2),
         **({"weights": plgpu.SMEM((2, HALF, BLOCK), q.dtype, **swizzled)} if interpret else {}),
     }
-    statics = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
+    statics = {"scale": call.scale, "window": call.window, "softcap": call.softcap, "interpret": interpret}
 
     def body(*refs: Any) -> None:
         def program(*held: Any) -> None:

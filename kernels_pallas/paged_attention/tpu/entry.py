@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
 from kernels_pallas.paged_attention.online_softmax import LOG2_E
 from kernels_pallas.paged_attention.shapes import token_rows
@@ -52,24 +53,15 @@ def paged_attention_tpu(
     k: jax.Array | None,
     v: jax.Array | None,
     pages: Pages,
+    call: AttentionCall,
     *,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    scale: float,
-    page_offset: jax.Array | int = 0,
-    q_len: int | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
-    plan: Plan | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
-    """The contract is that of `paged_attention`; `blocks` overrides the block sizes, and a `plan` is for the same."""
+    """The contract is that of `paged_attention`; `blocks` overrides the block sizes, and the plan is for the same."""
     if pages.scales is not None:
         raise NotImplementedError(
             "pages with a scale for each token have no TPU kernel; use float8_e4m3fn, without scales (of an engine"
@@ -80,8 +72,8 @@ def paged_attention_tpu(
         raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
     if pages.head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
-    if window is not None and tree_mask is not None:
-        raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
+    if call.window is not None and call.tree_mask is not None:
+        raise NotImplementedError(f"window={call.window} together with tree_mask has no TPU kernel; leave out one")
     _, N, H = q.shape
     K, (pool,) = pages.num_kv_heads, pages.arrays
     W, G = pool.shape[-1], N // K
@@ -93,19 +85,12 @@ def paged_attention_tpu(
         pad_heads(q, W),
         new,
         pool,
+        call.in_pool(),
         num_kv_heads=K,
-        block_tables=block_tables + page_offset,
-        kv_lens=kv_lens,
-        cu_q_lens=cu_q_lens,
-        q_len=q_len,
-        tree_mask=tree_mask,
-        plan=plan,
-        decoding=blocks or decode_blocks(pages, block_tables.shape[1], G),
+        decoding=blocks or decode_blocks(pages, call.block_tables.shape[1], G),
         tiling=blocks,
-        factors=head_factors(K, factor, scale, softcap, k_scale, v_scale),
+        factors=head_factors(K, factor, call.scale, call.softcap, k_scale, v_scale),
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
-        window=window,
-        softcap=softcap,
         interpret=interpret,
     )
     # Packed heads keep their values, and so their result, in the right half of the lanes.
@@ -117,23 +102,19 @@ def attend_rows(
     queries: jax.Array,
     new: jax.Array | None,
     pool: jax.Array,
+    call: AttentionCall,
     *,
     num_kv_heads: int,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_len: int | None,
-    tree_mask: jax.Array | None,
-    plan: Plan | None,
     decoding: Blocks,
     tiling: Blocks | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the attention [T, N, V] of queries [T, N, W], and the pool with `new` [T, C, W] appended.
 
-    `plan` is that of `plan_step`, made here if None. `decoding` are the block sizes of rows with one token, `tiling`
-    those of others, by rules if None; `options` are those of `run_kernel`.
+    The call is `in_pool`; a plan of `plan_step` is made here if it has none. `decoding` are the block sizes of rows
+    with one token, `tiling` those of others, by rules if None; `options` are those of `run_kernel`.
     """
+    block_tables, q_len, tree_mask, plan = call.block_tables, call.q_len, call.tree_mask, call.plan
     if block_tables.size * 4 > MAX_TABLE_BYTES:
         raise NotImplementedError(
             f"block_tables {block_tables.shape} of rows and pages take {block_tables.size * 4} bytes of a TPU's scalar"
@@ -150,10 +131,9 @@ def attend_rows(
     if q_len != 1:
         _check_tree(tree_mask, tiling, q_len or T)
     if plan is None:
-        step = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "q_len": q_len}
-        sizes = {"num_tokens": T, "num_kv_heads": K, "num_groups": G, "tiling": tiling}
-        plan = plan_step(pool, **sizes, **step, tree_mask=tree_mask)
+        plan = plan_step(pool, call, num_tokens=T, num_kv_heads=K, num_groups=G, tiling=tiling)
     block_tables = block_tables.astype(jnp.int32)
+    options |= {"window": call.window, "softcap": call.softcap}
     run = functools.partial(run_kernel, block_tables=block_tables, **options)
     if plan.decode is not None:
         return _decode(run, plan.decode, queries, new, pool, decoding, K)
@@ -170,24 +150,21 @@ def attend_rows(
 
 def plan_step(
     pool: Any,
+    call: AttentionCall,
     *,
     num_tokens: int,
     num_kv_heads: int,
     num_groups: int,
-    block_tables: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_len: int | None,
-    tree_mask: jax.Array | None,
     tiling: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of a step for layers with a pool [P, C, S / t, t, W], of which the shape matters.
 
     `tiling` are the block sizes of rows of several tokens, by rules if None.
     """
-    (B, M), (T, page_tiles, tile) = block_tables.shape, (num_tokens, *pool.shape[2:4])
+    (B, M), (T, page_tiles, tile) = call.block_tables.shape, (num_tokens, *pool.shape[2:4])
+    q_len, tree_mask = call.q_len, call.tree_mask
     tiling = tiling or ragged_blocks(pool, M, T, B, num_kv_heads, num_groups, q_len, tree_mask)
-    kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
+    kv_lens, cu_q_lens = call.kv_lens.astype(jnp.int32), call.cu_q_lens.astype(jnp.int32)
     if q_len == 1:
         return Plan(decode=plan_decode(kv_lens))
     starts, q_lens, row = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1], token_rows(cu_q_lens, T)

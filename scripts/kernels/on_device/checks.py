@@ -15,6 +15,7 @@ from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.latent_attention import latent_attention
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.quantized_matmul import pack_int4, quantized_matmul
+from scripts.kernels.named_calls import by_name
 from scripts.kernels.on_device.device import Record, kernel_of_platform, layout_of, product_kernel
 from tests.kernels.grouped_matmul import oracle as grouped_oracle
 from tests.kernels.latent_attention.oracle import as_keys, make_latent_call
@@ -186,11 +187,13 @@ def error_of(check: Check, kernel: str) -> float:
         both = jax.tree.map(lambda a: jnp.concatenate([jnp.full_like(a, jnp.nan), a]), pages)
         call = call.with_options(pages=both, page_offset=jnp.int32(pages.num_pages))
     if check.is_shared:
-        _, written = jax.jit(functools.partial(paged_attention, scale=0.125, implementation="reference"))(
+        _, written = jax.jit(functools.partial(by_name(paged_attention), scale=0.125, implementation="reference"))(
             **call.arguments
         )
         call = call.with_options(k=None, v=None, pages=written)
-    attend = functools.partial(paged_attention, scale=0.125, q_len=check.q_len, implementation=kernel, **check.options)
+    attend = functools.partial(
+        by_name(paged_attention), scale=0.125, q_len=check.q_len, implementation=kernel, **check.options
+    )
     out, pages = jax.jit(attend)(**call.arguments)
     expected = expected_output(call, 0.125, trees=trees, **check.options)
     check_pages(call, call.arguments["pages"], pages)
@@ -202,7 +205,7 @@ def error_of_latents(check: Check, kernel: str) -> float:
     sizes = {"latent_size": 512, "rotary_size": 64, "dtype": jnp.bfloat16, "page_size": 64, **check.sizes}
     width = table_width(check, sizes["page_size"])
     call = make_latent_call(check.lens, layout_of(kernel), table_width=width, **sizes)
-    attend = functools.partial(latent_attention, scale=0.06, q_len=check.q_len, implementation=kernel)
+    attend = functools.partial(by_name(latent_attention), scale=0.06, q_len=check.q_len, implementation=kernel)
     out, pages = jax.jit(attend)(**call.arguments)
     expected = expected_output(call, 0.06)[..., : pages.latent_size]
     check_pages(call, as_keys(call.arguments["pages"]), as_keys(pages))

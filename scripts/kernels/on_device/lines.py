@@ -15,6 +15,7 @@ import numpy as np
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul
+from scripts.kernels.named_calls import by_name
 from scripts.kernels.on_device import peers
 from scripts.kernels.on_device.device import kernel_of_platform, layout_of, native_dtype
 from scripts.kernels.on_device.timer import Arguments
@@ -174,7 +175,7 @@ def attention_line(sizes: Sizes, attention: AttentionCase) -> Line:
 
     def calls(name: str, num_sets: int) -> Calls:
         arguments = attention_arguments(sizes, lens, num_sets)
-        attend = functools.partial(paged_attention, scale=H**-0.5, q_len=q_len, implementation=name)
+        attend = functools.partial(by_name(paged_attention), scale=H**-0.5, q_len=q_len, implementation=name)
         return lambda arguments: attend(**arguments)[0], [(one,) for one in arguments]
 
     def ours() -> Calls:

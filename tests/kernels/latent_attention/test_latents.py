@@ -21,6 +21,7 @@ from kernels_pallas.latent_attention.tpu import latent_attention_tpu
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from kernels_pallas.triton import Target
+from scripts.kernels.named_calls import by_name
 from tests.kernels.latent_attention.oracle import as_keys, make_latent_call
 from tests.kernels.paged_attention.blocks import IN_BLOCKS
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, tree_of, tree_words
@@ -53,7 +54,7 @@ def test_a_batch_is_the_attention_of_each_row_alone(implementation, lens, q_len,
     widths: dict[str, Any] = {"num_heads": num_heads, "latent_size": latent_size, "rotary_size": rotary_size}
     call = make_latent_call(lens, LAYOUTS[implementation], **widths, num_padding=0 if q_len else 3)
 
-    check(call, functools.partial(latent_attention, implementation=implementation), q_len=q_len)
+    check(call, functools.partial(by_name(latent_attention), implementation=implementation), q_len=q_len)
 
 
 @pytest.mark.parametrize("implementation", LAYOUTS)
@@ -62,7 +63,7 @@ def test_a_draft_sees_the_context_and_its_own_ancestors(implementation):
     call = make_latent_call([(6, 40), (4, 20)], LAYOUTS[implementation])
     call = call.with_options(tree_mask=tree_words(trees, 10))
 
-    check(call, functools.partial(latent_attention, implementation=implementation), trees=trees, q_len=6)
+    check(call, functools.partial(by_name(latent_attention), implementation=implementation), trees=trees, q_len=6)
 
 
 @pytest.mark.parametrize(("lens", "q_len"), [(RAGGED, None), (DECODE, 1)])
@@ -79,7 +80,7 @@ def test_latents_and_rotated_keys_of_integers_have_scales_of_their_own(implement
     # 28 and 7 numbers make an odd number of halves of bytes.
     call = make_latent_call(lens, layout, rotary_size=7, scaled_dtype=dtype)
 
-    check(call, functools.partial(latent_attention, implementation=implementation), q_len=q_len)
+    check(call, functools.partial(by_name(latent_attention), implementation=implementation), q_len=q_len)
 
 
 def test_drafts_of_a_tree_read_latents_by_their_own_scales():
@@ -88,7 +89,7 @@ def test_drafts_of_a_tree_read_latents_by_their_own_scales():
         tree_mask=tree_words(trees, 10)
     )
 
-    check(call, functools.partial(latent_attention, implementation="reference"), trees=trees, q_len=6)
+    check(call, functools.partial(by_name(latent_attention), implementation="reference"), trees=trees, q_len=6)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -108,7 +109,7 @@ def test_latents_of_integers_move_with_their_scales(dtype):
 def test_a_gpu_without_kernels_attends_to_each_row_in_blocks(lens, q_len, blocks):
     call = make_latent_call(lens, "gpu", num_heads=18)
 
-    check(call, functools.partial(latent_attention_reference, attend=IN_BLOCKS[blocks]), q_len=q_len)
+    check(call, functools.partial(by_name(latent_attention_reference), attend=IN_BLOCKS[blocks]), q_len=q_len)
 
 
 @pytest.mark.parametrize("implementation", ["gpu_interpret", "tpu_interpret"])
@@ -116,7 +117,7 @@ def test_a_page_offset_selects_the_layer_and_bfloat16_is_added_up_in_float32(imp
     call = make_latent_call([(1, 40), (3, 20)], LAYOUTS[implementation], dtype=jnp.bfloat16, page_dtype=jnp.bfloat16)
     call = call.with_options(block_tables=call.arguments["block_tables"] - 3, page_offset=3)
 
-    check(call, functools.partial(latent_attention, implementation=implementation), tolerance=0.03)
+    check(call, functools.partial(by_name(latent_attention), implementation=implementation), tolerance=0.03)
 
 
 @pytest.mark.parametrize(("block_m", "block_k", "num_splits"), [(16, 16, 3), (32, 64, 1), (64, 16, 2)])
@@ -130,14 +131,14 @@ def test_gpu_tiles_of_any_size_and_splits_give_the_same(block_m, block_k, num_sp
         num_warps=4,
         num_stages=2,
     )
-    attend = functools.partial(latent_attention_gpu, block_sizes=blocks, interpret=True)
+    attend = functools.partial(by_name(latent_attention_gpu), block_sizes=blocks, interpret=True)
 
     check(make_latent_call(RAGGED, "gpu", num_heads=20), attend)
 
 
 def test_tpu_blocks_of_several_pages_give_the_same():
     attend = functools.partial(
-        latent_attention_tpu, blocks=Blocks(pages=2, buffers=3, queries=8), interpret=pltpu.InterpretParams()
+        by_name(latent_attention_tpu), blocks=Blocks(pages=2, buffers=3, queries=8), interpret=pltpu.InterpretParams()
     )
 
     check(make_latent_call(RAGGED, "tpu", num_heads=20), attend)
@@ -160,7 +161,7 @@ def abstract_call(dtype="bfloat16", *, layout, latent_size=512, page_dtype=None,
 def traced_for(kind, layout, *, called="gpu", **options):
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 100, called))
     with jax.sharding.use_abstract_mesh(mesh):
-        attend = functools.partial(latent_attention, scale=1.0, q_len=1)
+        attend = functools.partial(by_name(latent_attention), scale=1.0, q_len=1)
         return jax.eval_shape(attend, **abstract_call(layout=layout, **options))
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.paged_attention.gpu import entry
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
@@ -69,7 +70,9 @@ def error(name: str, kernels: Any = entry) -> float:
     if "window" in options:
         call = call.with_freed_pages(options["window"])
     statics = {key: value for key, value in options.items() if key != "sinks"}
-    attend = functools.partial(kernels.paged_attention_gpu, scale=0.25, prefill="mosaic", interpret=True, **statics)
+    attend = functools.partial(
+        by_name(kernels.paged_attention_gpu), scale=0.25, prefill="mosaic", interpret=True, **statics
+    )
     arrays = {"sinks": options["sinks"]} if "sinks" in options else {}
 
     out, pages = jax.jit(attend)(**call.arguments, **arrays)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from kernels_pallas.paged_attention import abstract_pages, api, paged_attention
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.oracle import expected_output, make_call
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
@@ -20,12 +21,12 @@ SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="implementation='cuda' is unknown; choose from .*'reference'"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="cuda")
+        by_name(paged_attention)(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="cuda")
 
 
 def test_an_unknown_implementation_of_a_long_name_is_cut_in_the_error():
     with pytest.raises(ValueError, match="implementation='a{79} is unknown"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="a" * 10_000)
+        by_name(paged_attention)(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="a" * 10_000)
 
 
 def test_a_call_that_the_named_implementation_cannot_do_says_why(monkeypatch):
@@ -34,7 +35,7 @@ def test_a_call_that_the_named_implementation_cannot_do_says_why(monkeypatch):
 
     monkeypatch.setitem(IMPLEMENTATIONS, "picky", refuse)
     with pytest.raises(NotImplementedError, match="head_dim=16"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="picky")
+        by_name(paged_attention)(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="picky")
 
 
 def refusing(*args, **kwargs):
@@ -56,7 +57,7 @@ def traced_for(platform, kind, *, dtype="bfloat16", table_shape=(1, 4), **option
     }
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform))
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.eval_shape(functools.partial(paged_attention, scale=1.0, q_len=1, **options), **arguments)
+        return jax.eval_shape(functools.partial(by_name(paged_attention), scale=1.0, q_len=1, **options), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_what_the_kernels_of_an_accelerator_cannot_do_is_no_business_of_the_refe
 def test_on_a_cpu_the_reference_reads_pages_of_every_layout(layout):
     call = make_call([(1, 33), (1, 1)], **SMALL, layout=layout)
 
-    out, _ = jax.jit(functools.partial(paged_attention, scale=0.25, q_len=1))(**call.arguments)
+    out, _ = jax.jit(functools.partial(by_name(paged_attention), scale=0.25, q_len=1))(**call.arguments)
 
     np.testing.assert_allclose(out, expected_output(call, 0.25), rtol=2e-5, atol=2e-5)
 
@@ -133,7 +134,7 @@ def test_shapes_that_do_not_fit_together_are_refused_with_all_of_them(name, shap
     arguments = make_call([(1, 1), (1, 2)], **SMALL).arguments
 
     with pytest.raises(ValueError, match=f"shapes do not fit together: .*{name}"):
-        paged_attention(**{**arguments, name: np.zeros(shape, np.float32)}, scale=1.0)
+        by_name(paged_attention)(**{**arguments, name: np.zeros(shape, np.float32)}, scale=1.0)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
@@ -141,21 +142,21 @@ def test_keys_without_values_and_the_reverse_are_refused(name):
     arguments = make_call([(1, 1)], **SMALL).arguments
 
     with pytest.raises(ValueError, match="k and v must both be given"):
-        paged_attention(**{**arguments, name: None}, scale=1.0)
+        by_name(paged_attention)(**{**arguments, name: None}, scale=1.0)
 
 
 def test_integer_pages_without_scales_are_refused():
     arguments = make_call([(1, 1)], **SMALL, page_dtype=jnp.int8, scales=(np.ones(2), np.ones(2))).arguments
 
     with pytest.raises(ValueError, match="pages of int8 hold multiples of k_scale and v_scale; give both"):
-        paged_attention(**{**arguments, "v_scale": None}, scale=1.0)
+        by_name(paged_attention)(**{**arguments, "v_scale": None}, scale=1.0)
 
 
 def test_scales_of_heads_are_refused_for_pages_with_scales_of_tokens():
     arguments = make_call([(1, 1)], **SMALL, page_dtype=jnp.int8, has_scales=True).arguments
 
     with pytest.raises(ValueError, match="have a scale for each token; leave out k_scale and v_scale"):
-        paged_attention(**arguments, k_scale=jnp.ones(2), scale=1.0)
+        by_name(paged_attention)(**arguments, k_scale=jnp.ones(2), scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
@@ -163,16 +164,16 @@ def test_scales_of_tokens_have_no_tpu_kernel_and_the_refusal_says_what_has(dtype
     arguments = make_call([(1, 1)], **SMALL, page_size=32, page_dtype=dtype, has_scales=True, layout="tpu").arguments
 
     with pytest.raises(NotImplementedError, match="a scale for each token have no TPU kernel; .*cache_dtype='fp8'"):
-        paged_attention(**arguments, scale=1.0, implementation="tpu_interpret")
+        by_name(paged_attention)(**arguments, scale=1.0, implementation="tpu_interpret")
 
 
 def test_a_mesh_of_explicit_axes_is_refused():
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))
 
     with pytest.raises(ValueError, match=r"mesh has axes of types .*Explicit.*; use automatic ones: Mesh"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, mesh=mesh)
+        by_name(paged_attention)(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, mesh=mesh)
 
 
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(ValueError, match="window=0 is not allowed"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, window=0)
+        by_name(paged_attention)(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, window=0)

@@ -13,6 +13,7 @@ import pytest
 
 from kernels_pallas import row_products
 from kernels_pallas.paged_attention import init_pages, paged_attention, write_kv
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.heads_and_pages import (
     ALL_HEADS_AND_PAGES,
     GROUPS,
@@ -53,7 +54,9 @@ class Texts:
         self.pages = jax.jit(write_kv)(pages, k, v, slots.reshape(-1))
         if options:
             options = {**options, "sinks": generator.standard_normal(K * group, np.float32)}
-        attend = functools.partial(paged_attention, scale=head_dim**-0.5, implementation="reference", **options)
+        attend = functools.partial(
+            by_name(paged_attention), scale=head_dim**-0.5, implementation="reference", **options
+        )
         self._attend = jax.jit(attend, static_argnames="q_len")
 
     def attend(

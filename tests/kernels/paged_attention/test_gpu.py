@@ -17,6 +17,7 @@ from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.triton import Target
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention import test_paged_attention as common
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
@@ -74,7 +75,9 @@ def test_the_kernel_passes_the_tests_of_every_implementation(case):
 
 
 def check(call, *, q_len=None, trees=None, block_sizes, **options):
-    attend = functools.partial(paged_attention_gpu, q_len=q_len, block_sizes=block_sizes, interpret=True, scale=0.25)
+    attend = functools.partial(
+        by_name(paged_attention_gpu), q_len=q_len, block_sizes=block_sizes, interpret=True, scale=0.25
+    )
     arrays = {name: options.pop(name) for name in ("sinks",) if name in options}
     attend = jax.jit(functools.partial(attend, **options))
     out, pages = attend(**call.arguments, **arrays)
@@ -201,7 +204,7 @@ def lower(kind, **options):
     """Traces a call for a device that need not be here."""
     device = AbstractDevice(kind, 100, "gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        attend = functools.partial(paged_attention, scale=1.0, q_len=1, implementation="gpu")
+        attend = functools.partial(by_name(paged_attention), scale=1.0, q_len=1, implementation="gpu")
         return jax.eval_shape(attend, **abstract_call(**options))
 
 
@@ -235,8 +238,8 @@ def test_on_cpu_the_kernel_is_refused_and_the_reference_reads_its_pages():
     call = make_call(DECODE, **SMALL, dtype=jnp.bfloat16)
 
     with pytest.raises(NotImplementedError, match="device='cpu'"):
-        paged_attention(**call.arguments, scale=0.25, implementation="gpu")
-    out, _ = jax.jit(functools.partial(paged_attention, scale=0.25))(**call.arguments)
+        by_name(paged_attention)(**call.arguments, scale=0.25, implementation="gpu")
+    out, _ = jax.jit(functools.partial(by_name(paged_attention), scale=0.25))(**call.arguments)
     assert np.isfinite(out.astype(jnp.float32)).all()
 
 

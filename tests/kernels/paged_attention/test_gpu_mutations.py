@@ -15,6 +15,7 @@ import pytest
 
 from kernels_pallas.paged_attention.gpu import append, attend, chunks, combine, entry, parts
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
@@ -56,7 +57,7 @@ def run(kernels: Any) -> None:
         block_m=16, block_k=16, num_splits=2, split_keys=2048, added_parts=64, num_warps=4, num_stages=2
     )
     options = {"scale": 0.25, "q_len": 6, "block_sizes": blocks, "interpret": True}
-    attention = jax.jit(functools.partial(kernels.paged_attention_gpu, **options))
+    attention = jax.jit(functools.partial(by_name(kernels.paged_attention_gpu), **options))
 
     out, pages = attention(**call.with_options(sinks=sinks).arguments)
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
 from kernels_pallas.paged_attention.reference import paged_attention_reference
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.blocks import SMALL_BLOCKS
 from tests.kernels.paged_attention.oracle import expected_output, make_call, tree_of, tree_words
 
@@ -46,7 +47,7 @@ def loops_of(step: str, max_context: int, kind: str = "Tesla T4", platform: str 
     }
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 40, platform))
     with jax.sharding.use_abstract_mesh(mesh):
-        call = functools.partial(paged_attention, scale=1.0, q_len=q_len, **options)
+        call = functools.partial(by_name(paged_attention), scale=1.0, q_len=q_len, **options)
         return set(loops(jax.make_jaxpr(lambda arrays: call(**arrays))(arguments).jaxpr))
 
 
@@ -78,7 +79,8 @@ def test_blocks_of_the_usual_size_are_the_attention_of_each_row_alone(q_len, lay
     # Several blocks of 2,048 keys, the last of which is cut short.
     lens = [(q_len or 9, 5000), (1, 1), (q_len or 3, 2049), (0 if q_len is None else 1, 0)]
     call = make_call(lens, num_heads=4, num_kv_heads=2, head_dim=16, table_width=320, layout=layout)
-    attend = functools.partial(paged_attention_reference, scale=0.25, q_len=q_len, attend=attend_in_blocks)
+    reference = by_name(paged_attention_reference)
+    attend = functools.partial(reference, scale=0.25, q_len=q_len, attend=attend_in_blocks)
 
     out, _ = jax.jit(attend)(**call.arguments)
 
@@ -94,7 +96,8 @@ def test_a_few_drafts_in_a_tile_read_the_ancestors_before_them_within_a_window()
     call = call.with_options(tree_mask=tree_words([tree], call.num_tokens))
     # A window of 14 and a tile of 4 tokens alone would fit into one block.
     sizes = SMALL_BLOCKS._replace(most_queries=4, whole_bytes=1 << 30)
-    attend = functools.partial(paged_attention_reference, attend=functools.partial(attend_in_blocks, sizes=sizes))
+    in_blocks = functools.partial(attend_in_blocks, sizes=sizes)
+    attend = functools.partial(by_name(paged_attention_reference), attend=in_blocks)
 
     out, _ = jax.jit(functools.partial(attend, scale=0.25, window=14))(**call.arguments)
 

@@ -13,12 +13,13 @@ import pytest
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
 from kernels_pallas.paged_attention.reference import paged_attention_reference
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.blocks import IN_BLOCKS
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, tree_of, tree_words
 
 STATIC = ("scale", "q_len", "window", "softcap", "implementation")
-attend = jax.jit(paged_attention, static_argnames=STATIC)
-attend_within_rounding = jax.jit(paged_attention, static_argnames=STATIC)
+attend = jax.jit(by_name(paged_attention), static_argnames=STATIC)
+attend_within_rounding = jax.jit(by_name(paged_attention), static_argnames=STATIC)
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 # float32 sums of at most 300 weighted values of order 1.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}

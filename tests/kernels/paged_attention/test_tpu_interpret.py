@@ -16,13 +16,15 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax._src.pallas.mosaic.interpret import utils as interpreter_utils
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention import paged_attention, plan_attention
+from kernels_pallas.paged_attention import AttentionCall, paged_attention, plan_attention
 from kernels_pallas.paged_attention.tpu import append, attend, entry, fetch, items, kernel, rows
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
+from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, write
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
+ROWS = ("block_tables", "kv_lens", "cu_q_lens")
 # Lengths around a page of 16 and a block of 2 pages, with an empty row between.
 DECODE = [(1, n) for n in (1, 15, 16, 17, 0, 33, 64, 128, 100)]
 
@@ -31,7 +33,7 @@ def run(call, kernels=entry, execution: Literal["eager", "on_wait"] = "eager", t
     """Runs a call in the interpreter and checks the result, the pages, and that there was no race."""
     scale = call.arguments["q"].shape[-1] ** -0.5
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
-    attend = functools.partial(kernels.paged_attention_tpu, scale=scale, interpret=interpret, **options)
+    attend = functools.partial(by_name(kernels.paged_attention_tpu), scale=scale, interpret=interpret, **options)
     out, pages = jax.jit(attend)(**call.arguments)
     options = {name: options[name] for name in ("window", "softcap") if name in options}
     options |= {name: call.arguments[name] for name in ("sinks",) if name in call.arguments}
@@ -110,7 +112,7 @@ def test_decoding_nothing_writes_nothing_and_reads_inside_its_arrays(monkeypatch
 def test_decoding_without_new_keys_reads_what_is_there():
     call = make_call([(1, 40), (1, 17)], **SMALL, layout="tpu")
     scale = call.arguments["q"].shape[-1] ** -0.5
-    _, pages = entry.paged_attention_tpu_interpreted(**call.arguments, scale=scale, q_len=1)
+    _, pages = by_name(entry.paged_attention_tpu_interpreted)(**call.arguments, scale=scale, q_len=1)
 
     decode(call.with_options(k=None, v=None, pages=pages))
 
@@ -195,25 +197,25 @@ def test_a_plan_that_is_made_before_gives_the_same_bits(q_len):
     statics = {"q_len": q_len, "implementation": "tpu_interpret"}
 
     def attend_by_plan(arguments: dict[str, Any]) -> Any:
-        (T, N, _), names = arguments["q"].shape, ("block_tables", "kv_lens", "cu_q_lens")
-        lens = {name: arguments[name] for name in names}
-        plan = plan_attention(arguments["pages"], num_tokens=T, num_heads=N, **lens, **statics)
+        T, N, _ = arguments["q"].shape
+        rows = AttentionCall(**{name: arguments[name] for name in ROWS}, **statics)
+        plan = plan_attention(arguments["pages"], rows, num_tokens=T, num_heads=N)
         assert plan is not None
         with mock.patch.object(entry, "plan_step", side_effect=AssertionError("made again")):
-            return paged_attention(**arguments, plan=plan, scale=0.25, **statics)
+            return by_name(paged_attention)(**arguments, plan=plan, scale=0.25, **statics)
 
     planned = jax.jit(attend_by_plan)(call.arguments)
 
-    attend = functools.partial(paged_attention, scale=0.25, **statics)
+    attend = functools.partial(by_name(paged_attention), scale=0.25, **statics)
     jax.tree.map(np.testing.assert_array_equal, planned, jax.jit(attend)(**call.arguments))
 
 
 def test_a_plan_for_other_block_sizes_is_refused():
     call = make_call([(7, 23)], **SMALL, layout="tpu")
     (T, _, _), (pool,) = call.arguments["q"].shape, call.arguments["pages"].arrays
-    lens = {name: call.arguments[name] for name in ("block_tables", "kv_lens", "cu_q_lens")}
+    rows = AttentionCall(**{name: call.arguments[name] for name in ROWS})
     sizes = {"num_tokens": T, "num_kv_heads": 2, "num_groups": 2, "tiling": Blocks(pages=2, buffers=2, queries=4)}
-    plan = entry.plan_step(pool, **sizes, **lens, q_len=None, tree_mask=None)
+    plan = entry.plan_step(pool, rows, **sizes)
 
     with pytest.raises(ValueError, match=r"plan has items of 4 queries but Blocks\(.*queries=2"):
         run(call, plan=plan, blocks=Blocks(pages=2, buffers=2, queries=2))
@@ -231,7 +233,7 @@ def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
     call = call.with_options(pages=pages, v=call.arguments["v"].at[np.isin(rows, poisoned)].set(np.nan))
 
     blocks = Blocks(pages=4, buffers=3, queries=q_len)
-    attend = functools.partial(entry.paged_attention_tpu_interpreted, scale=0.25, q_len=q_len, window=window)
+    attend = functools.partial(by_name(entry.paged_attention_tpu_interpreted), scale=0.25, q_len=q_len, window=window)
     out, _ = jax.jit(functools.partial(attend, blocks=blocks))(**call.arguments)
 
     others = ~np.isin(rows, poisoned)

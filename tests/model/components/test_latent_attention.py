@@ -16,12 +16,13 @@ from jaxinfer.checkpoint.families import family_of
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, StepTokens, make_batch
 from jaxinfer.model.cache import init_cache, move_tokens, page_bytes, turn_pages
-from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.latent_attention import LatentAttention, attend_to_latents
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
 from kernels_pallas.latent_attention import abstract_latents, latent_attention
+from scripts.kernels.named_calls import by_name
 from tests.oracles import LATENT, MOE, SIZES
 from tests.replay import lively_params, nan_cache, poisoned, replay
 
@@ -91,7 +92,7 @@ def test_absorbed_queries_attend_as_queries_do_to_the_keys_and_values_of_each_he
     @jax.jit
     def run(params, pages, x, batch):
         angles = {ATTENTION.rope: rotary_angles(batch.positions, ATTENTION.rope)}
-        inputs = AttentionInputs(batch, StepTokens(jnp.asarray(T)), angles=angles)
+        inputs = MixerInputs(batch, StepTokens(jnp.asarray(T)), angles=angles)
         own = jax.tree.map(lambda w: w[0], params)
         return attend_to_latents(own, pages, x, inputs, config=ATTENTION, norm=RMS_NORM)[0]
 
@@ -148,7 +149,7 @@ def test_a_draft_in_a_tree_attends_as_it_does_at_the_end_of_its_own_path():
     def attend(pages, rows, kv_len, q_len, tree_mask=None):
         arrays = {"block_tables": tables, "kv_lens": kv_len[None], "cu_q_lens": jnp.asarray([0, len(rows)])}
         options = {"scale": 0.2, "q_len": q_len, "tree_mask": tree_mask}
-        return latent_attention(jnp.asarray(q)[rows], jnp.asarray(latents)[rows], pages, **arrays, **options)
+        return by_name(latent_attention)(jnp.asarray(q)[rows], jnp.asarray(latents)[rows], pages, **arrays, **options)
 
     _, pages = attend(pages, jnp.arange(context), jnp.asarray(context), None)
     paths = []

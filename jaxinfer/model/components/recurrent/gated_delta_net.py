@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
 from jaxinfer.model.components.recurrent.states import (
     States,
@@ -128,7 +128,7 @@ def gated_delta_net(
     params: GatedDeltaNetParams,
     states: States,
     x: jax.Array,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     *,
     config: GatedDeltaNet,
     norm: Norm,

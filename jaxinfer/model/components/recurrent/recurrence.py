@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.model.batch import PADDING_SLOT
-from jaxinfer.model.components.attention import AttentionInputs
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.states import StateSlots, read_states, write_state, write_states
 from kernels_pallas.paged_attention.shapes import token_rows
 
@@ -78,7 +78,7 @@ def advance(
     tokens: Any,
     pool: jax.Array,
     slots: StateSlots,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs f32[T, H, V] of a step's tokens, and the pool f32[N, H, K, V] of states."""
@@ -96,7 +96,7 @@ def advance(
         return outputs_of_row(rule, make(*operands[:-1]), operands[-1], pool.shape[2])
 
     places = Places(slots, inputs.batch.cu_q_lens, inputs.batch.positions, inputs.tokens.count)
-    return inputs.run_with(places, call, plain, tuple(tokens), shared, pool)
+    return inputs.run(call, plain, tuple(tokens), shared, pool, places)
 
 
 def _advance_rows(

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, product, rms_norm
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.recurrence import Rule, advance
 from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import require_bool, require_int
@@ -118,7 +118,7 @@ def selective_scan(
     params: SelectiveScanParams,
     states: States,
     x: jax.Array,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     *,
     config: SelectiveScan,
     norm: Norm,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
+from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
 from jaxinfer.model.components.recurrent.states import (
     States,
@@ -141,7 +141,7 @@ def state_space(
     params: StateSpaceParams,
     states: States,
     x: jax.Array,
-    inputs: AttentionInputs,
+    inputs: MixerInputs,
     *,
     config: StateSpace,
     norm: Norm,
