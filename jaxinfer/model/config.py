@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 from jaxinfer.model.components.attention import Attention
@@ -137,6 +137,15 @@ class PagePlace(NamedTuple):
     pool: int  # the index in `ModelConfig.mixer_stacks`
     layer: int | None = None  # of the earlier layer in that pool; None: each layer has its own
     is_shared: bool = False  # layers of another stack use the pool too
+
+
+class PlacedGroup(NamedTuple):
+    """A group of layers with the pages of its mixers among the pools that it uses. Equal groups are traced once."""
+
+    layers: tuple[Layer, ...]
+    repeats: int
+    places: tuple[PagePlace, ...]  # of each mixer, in these pools
+    stacks: tuple[MixerStack, ...]  # of these pools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +336,24 @@ class ModelConfig:
                 places.append(PagePlace(pool, pools[pool][1].index(source)))
         shared = {place.pool for place in places if place.layer is not None}
         return tuple(place._replace(is_shared=place.pool in shared) for place in places)
+
+    @cached_property
+    def stacks_of_groups(self) -> tuple[slice, ...]:
+        """Where the stacks of each group are among `stacks`."""
+        ends = accumulate((len(group.layers) for group in self.groups), initial=0)
+        return tuple(slice(*pair) for pair in pairwise(ends))
+
+    @cached_property
+    def placed_groups(self) -> tuple[tuple[tuple[int, ...], PlacedGroup], ...]:
+        """For each group, the indices in `mixer_stacks` of the pools that it uses, and the group with its places."""
+        groups, left = [], iter(self.page_places)
+        for group in self.groups:
+            own = list(islice(left, len(group.mixers)))
+            pools = tuple(sorted({place.pool for place in own}))
+            places = tuple(place._replace(pool=pools.index(place.pool)) for place in own)
+            stacks = tuple(self.mixer_stacks[pool] for pool in pools)
+            groups.append((pools, PlacedGroup(group.layers, group.repeats, places, stacks)))
+        return tuple(groups)
 
     @property
     def _stacks_of_mixers(self) -> Iterator[tuple[Mixer, tuple[int, ...]]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
@@ -18,12 +19,11 @@ from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
 from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled, take_rows
-from jaxinfer.model.components.mixer_inputs import Angles, MixerInputs
+from jaxinfer.model.components.mixer_inputs import MixerInputs, StepContext, with_angles
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
-from jaxinfer.model.components.rope import Rope, rotary_angles
-from jaxinfer.model.config import Layer, LayerStack, MixerStack, ModelConfig, PagePlace
+from jaxinfer.model.config import Layer, LayerStack, ModelConfig, PagePlace, PlacedGroup
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.model.params import (
     TENSOR_PARALLEL_RULES,
@@ -40,46 +40,55 @@ from kernels_pallas.row_products import rounded
 from kernels_pallas.table_rows import table_rows
 
 
+@struct.dataclass
+class Flow:
+    """What passes from one group of layers to the next."""
+
+    x: Any  # [T, D]  the states of the tokens
+    numbers: Any = None  # [L, T, d]  those that each layer has of the tokens, of a model with them
+
+
 def forward(
-    params: Params,
-    cache: KVCache,
-    batch: Batch,
-    *,
-    config: ModelConfig,
-    q_len: int | None = None,
-    tree_mask: jax.Array | None = None,
-    slots: StateSlots | None = None,
-    implementation: str | None = None,
-    mesh: Mesh | None = None,
-    num_whole_rows: int | None = None,
+    params: Params, cache: KVCache, batch: Batch, *, config: ModelConfig, **step: Any
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
-    Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
-    `paged_attention`. `slots` are those of the states of recurrent layers, None those of the batch's pages.
-    `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that parameters and cache are
-    split over, if any. Results can be differentiated if `num_whole_rows` is given, the number of rows of equally many
-    tokens, of which none is in the cache yet.
+    Returns the hidden states [T, D] after the final norm, and the cache. `step` are the options of `step_context`.
     """
-    options: dict[str, Any] = {"q_len": q_len, "tree_mask": tree_mask, "slots": slots, "implementation": implementation}
-    options |= {"mesh": mesh, "num_whole_rows": num_whole_rows}
-    hidden, _, cache = forward_with_states(params, cache, batch, config=config, **options)
+    context = step_context(batch, config=config, page_size=cache.tokens.shape[1], **step)
+    hidden, _, cache = forward_with_states(params, cache, context, config=config)
     return hidden, cache
 
 
-def forward_with_states(
-    params: Params,
-    cache: KVCache,
+def step_context(
     batch: Batch,
     *,
     config: ModelConfig,
-    kept_layers: tuple[int, ...] = (),
+    page_size: int,
     q_len: int | None = None,
     tree_mask: jax.Array | None = None,
     slots: StateSlots | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     num_whole_rows: int | None = None,
+) -> StepContext:
+    """Returns what all layers need of a step beside the states of its tokens.
+
+    `q_len` and `tree_mask` are as in `AttentionCall`. `slots` are those of the states of recurrent layers, None those
+    of the batch's pages. `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
+    parameters and cache are split over, if any. Results can be differentiated if `num_whole_rows` is given, the number
+    of rows of equally many tokens, of which none is in the cache yet.
+    """
+    if config.is_recurrent and tree_mask is not None:
+        raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
+    if config.is_recurrent and slots is None:
+        slots = state_slots(batch, page_size, config.state_kind)
+    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
+    return with_angles(StepContext(batch, tree_mask=tree_mask, slots=slots, **statics), config.mixers)
+
+
+def forward_with_states(
+    params: Params, cache: KVCache, context: StepContext, *, config: ModelConfig, kept_layers: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """Returns the hidden states [T, D] of `forward`, the states [T, S] for drafters, and the cache.
 
@@ -87,54 +96,80 @@ def forward_with_states(
     norm: S = len(kept_layers) * D. They are the hidden states if `kept_layers` is (). Raises ValueError at trace time
     if no group of layers ends after one of these numbers.
     """
-    if not {*as_ints("kept_layers", kept_layers)} <= {*config.ends_of_groups}:
+    ends = config.ends_of_groups
+    if not {*as_ints("kept_layers", kept_layers)} <= {*ends}:
         raise ValueError(
-            f"kept_layers={kept_layers} are not all in {config.ends_of_groups}, after which groups of layers end; load"
+            f"kept_layers={kept_layers} are not all in {ends}, after which groups of layers end; load"
             " the checkpoint with layer_cuts=kept_layers"
         )
-    x = embed(params, batch.tokens, config=config, mesh=mesh, is_derived=num_whole_rows is not None)
-    angles = angles_of(config.mixers, batch.positions)
-    if config.is_recurrent and tree_mask is not None:
-        raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
-    if num_whole_rows is not None and any(array.dtype.itemsize == 1 for array in jax.tree.leaves(cache.pools)):
+    flow = begin(params, context, config=config)
+    kept = {0: flow.x}
+    for first, end in pairwise(sorted({0, *map(ends.index, kept_layers), len(config.groups)})):
+        flow, cache = run(params.layers, cache, flow, context, config=config, groups=range(first, end))
+        kept[ends[end]] = flow.x
+    hidden, cache = finish(params, cache, flow, context, config=config)
+    states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
+    return hidden, states, cache
+
+
+def begin(params: Params, context: StepContext, *, config: ModelConfig) -> Flow:
+    """Returns the flow before the first layer; of the parameters it reads those of embeddings."""
+    batch, mesh = context.batch, context.mesh
+    x = embed(params, batch.tokens, config=config, mesh=mesh, is_derived=context.num_whole_rows is not None)
+    if params.layer_embedding is None:
+        return Flow(x)
+    tokens = step_tokens(batch, mesh=mesh)
+    return Flow(x, embed_for_layers(params.layer_embedding, batch.tokens, x, tokens, config.norm))
+
+
+def run(
+    layers: Sequence[LayerParams],
+    cache: KVCache,
+    flow: Flow,
+    context: StepContext,
+    *,
+    config: ModelConfig,
+    groups: range,
+) -> tuple[Flow, KVCache]:
+    """Returns the flow after some groups of layers, for that before the first of them, and the cache.
+
+    `layers` are `Params.layers`. Of them and of the pools only those of these groups are read.
+    """
+    if context.num_whole_rows is not None and any(a.dtype.itemsize == 1 for a in jax.tree.leaves(cache.pools)):
         raise ValueError(
             "the cache holds numbers of 8 bits or fewer, which have no derivative; give a step of num_whole_rows a"
             " cache whose CacheConfig.dtype is that of the parameters"
         )
-    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
-    batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
-    if config.is_recurrent and slots is None:
-        slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
-    numbers = None
-    if params.layer_embedding is not None:
-        tokens = step_tokens(batch, mesh=mesh)
-        numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, tokens, config.norm)
-    pools, stacks, places, kept = list(cache.pools), iter(params.layers), iter(config.page_places), {0: x}
-    for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
-        own = list(islice(places, len(group.mixers)))
-        touched = sorted({place.pool for place in own})
-        x, new = _run_group(
-            tuple(islice(stacks, len(group.layers))),
-            tuple(pools[pool] for pool in touched),
-            tuple(batches),
+    x, pools = flow.x, list(cache.pools)
+    for index in groups:
+        used, group = config.placed_groups[index]
+        x, new = run_group(
+            layers[config.stacks_of_groups[index]],
+            tuple(pools[pool] for pool in used),
             x,
-            tuple(angles[rope] for rope in ropes_of(group.mixers)),
-            tree_mask,
-            slots,
-            None if numbers is None else numbers[start:end].reshape(group.repeats, -1, *numbers.shape[1:]),
-            layers=group.layers,
-            places=tuple(place._replace(pool=touched.index(place.pool)) for place in own),
-            stacks=tuple(config.mixer_stacks[pool] for pool in touched),
-            repeats=group.repeats,
-            **statics,
+            numbers_of(flow, config, index),
+            context.for_mixers(config.groups[index].mixers),
+            group=group,
         )
-        for pool, pages in zip(touched, new, strict=True):
+        for pool, pages in zip(used, new, strict=True):
             pools[pool] = pages
-        kept[end] = x
-    cache = replace(cache, pools=tuple(pools), tokens=write_tokens(cache, batch))
-    hidden = rms_norm(x, params.final_norm, config.norm)
-    states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
-    return hidden, states, cache
+    return replace(flow, x=x), replace(cache, pools=tuple(pools))
+
+
+def numbers_of(flow: Flow, config: ModelConfig, index: int) -> jax.Array | None:
+    """Returns the numbers [repeats, layers, T, d] that the layers of a group have of the tokens, if any."""
+    if flow.numbers is None:
+        return None
+    own, repeats = flow.numbers[slice(*config.ends_of_groups[index : index + 2])], config.groups[index].repeats
+    return own.reshape(repeats, -1, *own.shape[1:])
+
+
+def finish(
+    params: Params, cache: KVCache, flow: Flow, context: StepContext, *, config: ModelConfig
+) -> tuple[jax.Array, KVCache]:
+    """Returns the hidden states [T, D] for the flow after the last layer, and the cache with the ids of the tokens."""
+    cache = replace(cache, tokens=write_tokens(cache, context.batch))
+    return rms_norm(flow.x, params.final_norm, config.norm), cache
 
 
 def embed(
@@ -159,56 +194,32 @@ def is_split(mesh: Mesh | None) -> TypeGuard[Mesh]:
     return mesh is not None and mesh.size > 1
 
 
-def ropes_of(mixers: Iterable[Mixer]) -> tuple[Rope, ...]:
-    """Returns each rotary embedding of some mixers once."""
-    return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None))
-
-
-def angles_of(mixers: Iterable[Mixer], positions: jax.Array) -> dict[Rope, Angles]:
-    """Returns the angles of tokens at positions i32[T] for each rotary embedding of some mixers."""
-    return {rope: rotary_angles(positions, rope) for rope in ropes_of(mixers)}
-
-
-_STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
-
-
 # Jitted separately, so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("layers", "places", "stacks", "repeats", *_STATICS))
+@functools.partial(jax.jit, static_argnames="group")
 def _run_group(
-    params: tuple[LayerParams, ...],
+    params: Sequence[LayerParams],
     pools: tuple[Pool, ...],
-    batches: tuple[Batch, ...],
     x: jax.Array,
-    angles: tuple[Angles, ...],
-    tree_mask: jax.Array | None,
-    slots: StateSlots | None,
     numbers: jax.Array | None,
+    context: StepContext,
     *,
-    layers: tuple[Layer, ...],
-    places: tuple[PagePlace, ...],
-    stacks: tuple[MixerStack, ...],
-    repeats: int,
-    q_len: int | None,
-    implementation: str | None,
-    mesh: Mesh | None,
-    num_whole_rows: int | None,
+    group: PlacedGroup,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
     """Returns the states [T, D] after a group of layers for x [T, D], and the pools that its mixers read or write.
 
-    `batches` are for the kinds of pages, `angles` for `ropes_of` the mixers, `stacks` for the pools, and `places` for
-    the mixers. numbers [repeats, layers, T, d] are those that layers have of the tokens, if any.
+    numbers [repeats, layers, T, d] are those that layers have of the tokens, if any.
     """
-    ropes = ropes_of(mixer for layer in layers for mixer in layer.mixers)
-    tokens = step_tokens(batches[0], mesh=mesh)
-    settings = (tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
-    of_kinds = [MixerInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
+    layers, repeats, places, stacks = group
+    mesh = context.mesh
+    tokens = step_tokens(context.batch, mesh=mesh)
     # What attention derives from the step alone is derived once, not in each layer.
     mixers = [mixer for layer in layers for mixer in layer.mixers]
+    inputs_of = [MixerInputs(context, tokens, stack.kind) for stack in stacks]
     pairs = zip(mixers, places, strict=True)
-    plans = [_plan(mixer, pools[place.pool], of_kinds[stacks[place.pool].kind]) for mixer, place in pairs]
+    plans = [_plan(mixer, pools[place.pool], inputs_of[place.pool]) for mixer, place in pairs]
     # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
     # layer's would be that of a whole stack.
-    reads_stacks = num_whole_rows is None
+    reads_stacks = context.num_whole_rows is None
     specs = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
 
     def run_pattern(carry, scanned):
@@ -220,7 +231,7 @@ def _run_group(
         def inputs_at(place: PagePlace, plan: Any) -> MixerInputs:
             stack, layer = stacks[place.pool], index if place.layer is None else place.layer
             offset = layer_offset(pools[place.pool], layer, stack.num_layers)
-            return replace(of_kinds[stack.kind], page_offset=offset, is_shared=place.is_shared, plan=plan)
+            return replace(inputs_of[place.pool], page_offset=offset, is_shared=place.is_shared, plan=plan)
 
         left = iter(zip(places, plans, strict=True))
         for i, (layer, layer_params) in enumerate(zip(layers, pattern, strict=True)):

@@ -26,7 +26,7 @@ from jaxinfer.model.cache import init_cache
 from jaxinfer.model.components.layers import linear, product, rms_norm
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.decoder import angles_of, embed, feed_forward, mix, unembed
+from jaxinfer.model.decoder import embed, feed_forward, mix, step_context, unembed
 from jaxinfer.model.mixers import Pool
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.sampling.batch import SamplingBatch
@@ -133,9 +133,9 @@ class EagleHead:
         hidden [T, D]: the states from which the batch's tokens were sampled.
         """
         layer, norm = self.config.layers[0], self.config.norm
-        angles = angles_of(layer.mixers, batch.positions)
-        statics: dict[str, Any] = {"implementation": implementation, "mesh": mesh}
-        inputs = MixerInputs(batch, step_tokens(batch), q_len, angles=angles, **statics)
+        options: dict[str, Any] = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
+        context = step_context(batch, config=self.config, page_size=PAGE_SIZE, **options)
+        inputs = MixerInputs(context, step_tokens(batch))
         x, h = self._inputs(params, hidden, batch.tokens, inputs.tokens, mesh)
         x, (pages,) = mix(self.layer, (pages,), x, h, [inputs], layer=layer)
         # Of the tokens before the last only keys and values are needed.

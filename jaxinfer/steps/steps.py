@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens, step_rows
 from jaxinfer.model.cache import KVCache, read_tokens
-from jaxinfer.model.decoder import forward_with_states, unembed
+from jaxinfer.model.decoder import forward_with_states, step_context, unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, process_logits
@@ -251,10 +251,10 @@ def _given(options: StepOptions, name: str) -> int:
 def _forward(
     params: Params, cache: KVCache, batch: Batch, options: StepOptions, **of_step: Any
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Returns the results of `forward_with_states`."""
-    names = ("config", "kept_layers", "implementation", "mesh")
-    statics = {name: getattr(options, name) for name in names}
-    return forward_with_states(params, cache, batch, **statics, **of_step)
+    """Returns the results of `forward_with_states`; `of_step` are options of `step_context`."""
+    config, statics = options.config, {"implementation": options.implementation, "mesh": options.mesh}
+    context = step_context(batch, config=config, page_size=cache.tokens.shape[1], **statics, **of_step)
+    return forward_with_states(params, cache, context, config=config, kept_layers=options.kept_layers)
 
 
 # Changes the context of the logits processors.

@@ -87,8 +87,7 @@ def draft_state_slots(cache: KVCache, batch: Batch, ends: Ends, *, config: Model
     The state after each end goes to a slot of its own at the end of the pool: which of them is needed is known once all
     layers are computed. Raises ValueError if `CacheConfig.num_draft_states` is less than the number of ends.
     """
-    in_pages = replace(batch, block_tables=batch.tables_of(config.state_kind))
-    slots, T = state_slots(in_pages, cache.tokens.shape[1]), batch.tokens.shape[0]
+    slots, T = state_slots(batch, cache.tokens.shape[1], config.state_kind), batch.tokens.shape[0]
     places = jnp.where(ends.is_real, ends.places, T)
     return replace(slots, writes=slots.writes.at[places].set(_draft_slots(cache, ends, config), mode="drop"))
 

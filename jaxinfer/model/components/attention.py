@@ -168,7 +168,7 @@ def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
 
 def plan_attention_of(config: Attention, pages: Pages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
-    return plan_attention(pages, inputs.call(), num_tokens=len(inputs.batch.tokens), num_heads=config.num_heads)
+    return plan_attention(pages, inputs.call(), num_tokens=len(inputs.step.batch.tokens), num_heads=config.num_heads)
 
 
 def attend(
@@ -196,7 +196,7 @@ def attend(
         return paged_attention(q, k, v, pages, call, sinks=sinks, **scales)
 
     call, plain = inputs.call(**options), functools.partial(plain_attention, **options)
-    if inputs.num_whole_rows is not None and inputs.is_shared:
+    if inputs.step.num_whole_rows is not None and inputs.is_shared:
         attended, pages = _attend_through_pages(run, plain, (q, k, v), params.sinks, pages, call, inputs)
     else:
         attended, pages = inputs.run(run, plain, (q, k, v), params.sinks, pages, call)
@@ -224,7 +224,7 @@ def project_qkv(
             heads = _normed(heads, weight, norm)
         if config.rope is None:
             return heads
-        return rotary_embedding(heads, *inputs.angles[config.rope], is_interleaved=config.rope.is_interleaved)
+        return rotary_embedding(heads, *inputs.step.angles_of(config.rope), is_interleaved=config.rope.is_interleaved)
 
     q = placed(linear(x, params.q, params.q_bias, inputs.tokens), params.q_norm)
     if config.source is not None:

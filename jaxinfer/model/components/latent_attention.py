@@ -123,7 +123,9 @@ def abstract_latents_of(config: LatentAttention, size: PoolSize) -> LatentPages:
 
 def plan_latents_of(config: LatentAttention, pages: LatentPages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
-    return plan_latent_attention(pages, inputs.call(), num_tokens=len(inputs.batch.tokens), num_heads=config.num_heads)
+    return plan_latent_attention(
+        pages, inputs.call(), num_tokens=len(inputs.step.batch.tokens), num_heads=config.num_heads
+    )
 
 
 def attend_to_latents(
@@ -148,7 +150,7 @@ def attend_to_latents(
         k_up = _widened(k_up, config.kv_lora_rank, x.dtype)
     if isinstance(v_up, QuantizedArray):
         v_up = _widened(v_up, config.kv_lora_rank, x.dtype).swapaxes(1, 2)
-    R, angles, is_interleaved = config.kv_lora_rank, inputs.angles[config.rope], config.rope.is_interleaved
+    R, angles, is_interleaved = config.kv_lora_rank, inputs.step.angles_of(config.rope), config.rope.is_interleaved
     q = _queries(params, x, inputs.tokens, config=config)
     q_rotated = rotary_embedding(q[..., config.qk_nope_head_dim :], *angles, is_interleaved=is_interleaved)
     q = jnp.concatenate([_by_heads(q[..., : config.qk_nope_head_dim], k_up, is_computed), q_rotated], axis=-1)

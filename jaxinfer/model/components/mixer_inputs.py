@@ -1,52 +1,83 @@
-"""What the decoder gives a mixer beside hidden states and pages."""
+"""What layers get beside the states of tokens: the context of the step, and a mixer's place in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepTokens
 from jaxinfer.model.components.recurrent.states import StateSlots
-from jaxinfer.model.components.rope import Rope
+from jaxinfer.model.components.rope import Rope, rotary_angles
 from kernels_pallas.paged_attention import AttentionCall
 from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows
 
 Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
 
 
-@dataclass(frozen=True)
-class MixerInputs:
-    """The step, its angles and its slots, and where the mixer's pages are."""
+@struct.dataclass
+class StepContext:
+    """What all layers of a step share. `step_context` makes it, once per step."""
 
     batch: Batch
+    angles: tuple[Angles, ...] = ()  # of the tokens, for each of `ropes`
+    tree_mask: Any = None  # as in `AttentionCall`
+    slots: StateSlots | None = None  # if the model has a recurrent mixer
+    ropes: tuple[Rope, ...] = struct.field(pytree_node=False, default=())
+    q_len: int | None = struct.field(pytree_node=False, default=None)  # as in `AttentionCall`, and so the next two
+    implementation: str | None = struct.field(pytree_node=False, default=None)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    num_whole_rows: int | None = struct.field(pytree_node=False, default=None)  # see `forward`
+
+    def for_mixers(self, mixers: Iterable[Any]) -> StepContext:
+        """Returns the context with the angles of these mixers alone."""
+        ropes = ropes_of(mixers)
+        return replace(self, ropes=ropes, angles=tuple(self.angles_of(rope) for rope in ropes))
+
+    def angles_of(self, rope: Rope) -> Angles:
+        """Returns the angles of the tokens for one of `ropes`."""
+        return self.angles[self.ropes.index(rope)]
+
+
+def ropes_of(mixers: Iterable[Any]) -> tuple[Rope, ...]:
+    """Returns each rotary embedding of some mixers once."""
+    return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None))
+
+
+def with_angles(context: StepContext, mixers: Iterable[Any]) -> StepContext:
+    """Returns the context with the angles of its tokens for some mixers."""
+    ropes = ropes_of(mixers)
+    return replace(context, ropes=ropes, angles=tuple(rotary_angles(context.batch.positions, rope) for rope in ropes))
+
+
+@dataclass(frozen=True)
+class MixerInputs:
+    """The inputs of any mixer beside hidden states and its pages: the step, and where its pages are."""
+
+    step: StepContext
     tokens: StepTokens
-    q_len: int | None = None
-    tree_mask: jax.Array | None = None
-    implementation: str | None = None
-    mesh: Mesh | None = None
-    states: StateSlots | None = None  # if the model has a recurrent mixer
-    num_whole_rows: int | None = None  # of a step that may be differentiated, see `forward`
-    angles: Mapping[Rope, Angles] = field(default_factory=dict)  # of the tokens, for each rotary embedding
+    kind: int = 0  # of its pages
     page_offset: jax.Array | int = 0  # the index of the layer's first page in its pool
     is_shared: bool = False  # other layers write or read the pages too
     plan: Any = None  # of the step, for this mixer's kernel, see `plan_attention`
 
     def call(self, **of_layer: Any) -> AttentionCall:
         """Returns the call of the step on the layer's pages; `of_layer` are `scale`, `window` and `softcap`."""
+        step, batch = self.step, self.step.batch
         return AttentionCall(
-            block_tables=self.batch.block_tables,
-            kv_lens=self.batch.kv_lens,
-            cu_q_lens=self.batch.cu_q_lens,
-            tree_mask=self.tree_mask,
+            block_tables=batch.tables_of(self.kind),
+            kv_lens=batch.kv_lens,
+            cu_q_lens=batch.cu_q_lens,
+            tree_mask=step.tree_mask,
             page_offset=self.page_offset,
             plan=self.plan,
-            q_len=self.q_len,
-            mesh=self.mesh,
-            implementation=self.implementation,
+            q_len=step.q_len,
+            mesh=step.mesh,
+            implementation=step.implementation,
             **of_layer,
         )
 
@@ -63,7 +94,7 @@ class MixerInputs:
 
         In a step of whole rows the results have the derivative of `plain`, see `attend_whole_rows`.
         """
-        if self.num_whole_rows is None:
+        if self.step.num_whole_rows is None:
             return run(*tokens, shared, pages, arrays)
-        results: Any = attend_whole_rows(run, plain, self.num_whole_rows, tokens, shared, pages, arrays)
+        results: Any = attend_whole_rows(run, plain, self.step.num_whole_rows, tokens, shared, pages, arrays)
         return results[0], jax.lax.stop_gradient(results[1])

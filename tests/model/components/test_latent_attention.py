@@ -17,9 +17,9 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, StepTokens, make_batch
 from jaxinfer.model.cache import init_cache, move_tokens, page_bytes, turn_pages
 from jaxinfer.model.components.latent_attention import LatentAttention, attend_to_latents
-from jaxinfer.model.components.mixer_inputs import MixerInputs
+from jaxinfer.model.components.mixer_inputs import MixerInputs, StepContext, with_angles
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.components.rope import Rope, rotary_angles
+from jaxinfer.model.components.rope import Rope
 from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
 from kernels_pallas.latent_attention import abstract_latents, latent_attention
 from scripts.kernels.named_calls import by_name
@@ -91,8 +91,7 @@ def test_absorbed_queries_attend_as_queries_do_to_the_keys_and_values_of_each_he
 
     @jax.jit
     def run(params, pages, x, batch):
-        angles = {ATTENTION.rope: rotary_angles(batch.positions, ATTENTION.rope)}
-        inputs = MixerInputs(batch, StepTokens(jnp.asarray(T)), angles=angles)
+        inputs = MixerInputs(with_angles(StepContext(batch), [ATTENTION]), StepTokens(jnp.asarray(T)))
         own = jax.tree.map(lambda w: w[0], params)
         return attend_to_latents(own, pages, x, inputs, config=ATTENTION, norm=RMS_NORM)[0]
 

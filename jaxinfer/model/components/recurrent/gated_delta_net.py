@@ -134,8 +134,8 @@ def gated_delta_net(
     norm: Norm,
 ) -> tuple[jax.Array, States]:
     """Returns the layer's output [T, D] for x [T, D], and the states with those that the step stores."""
-    assert inputs.states is not None
-    (T, D), slots = x.shape, slots_of_layer(inputs.states, inputs.page_offset)
+    assert inputs.step.slots is not None
+    (T, D), slots = x.shape, slots_of_layer(inputs.step.slots, inputs.page_offset)
     _, G, R, K, V = _sizes(D, config)
     H = G * R
 
@@ -143,7 +143,7 @@ def gated_delta_net(
         return linear(x, w, None, inputs.tokens).reshape(T, *sizes)
 
     channels = jnp.concatenate([project(w, -1) for w in (params.query, params.key, params.value)], axis=-1)
-    channels, conv = convolve(channels, states.conv, params.conv, None, slots, inputs.batch)
+    channels, conv = convolve(channels, states.conv, params.conv, None, slots, inputs.step.batch)
     channels = jax.nn.silu(channels)
     dt = project(params.dt, H).astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
     decay_rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))

@@ -82,7 +82,7 @@ def advance(
     shared: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs f32[T, H, V] of a step's tokens, and the pool f32[N, H, K, V] of states."""
-    q_len, make = inputs.q_len, type(tokens)
+    q_len, make = inputs.step.q_len, type(tokens)
     in_turn = functools.partial(_advance_in_turn, rule)
     in_chunks = functools.partial(_advance_in_chunks, rule)
 
@@ -95,7 +95,7 @@ def advance(
     def plain(*operands: Any) -> jax.Array:
         return outputs_of_row(rule, make(*operands[:-1]), operands[-1], pool.shape[2])
 
-    places = Places(slots, inputs.batch.cu_q_lens, inputs.batch.positions, inputs.tokens.count)
+    places = Places(slots, inputs.step.batch.cu_q_lens, inputs.step.batch.positions, inputs.tokens.count)
     return inputs.run(call, plain, tuple(tokens), shared, pool, places)
 
 

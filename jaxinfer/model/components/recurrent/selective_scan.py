@@ -124,12 +124,12 @@ def selective_scan(
     norm: Norm,
 ) -> tuple[jax.Array, States]:
     """Returns the layer's output [T, D] for x [T, D], and the states with those that the step stores."""
-    assert inputs.states is not None
+    assert inputs.step.slots is not None
     T, I, N, R = x.shape[0], config.inner_size, config.state_size, config.time_step_rank
-    slots = slots_of_layer(inputs.states, inputs.page_offset)
+    slots = slots_of_layer(inputs.step.slots, inputs.page_offset)
     projected = linear(x, params.in_proj, params.in_bias, inputs.tokens)
     channels, gate = projected[:, :I], projected[:, I:]
-    channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)
+    channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.step.batch)
     channels = jax.nn.silu(channels)
     described = linear(channels.astype(x.dtype), params.x_proj, None, inputs.tokens)
     dt, keys, queries = described[:, :R], described[:, R : R + N], described[:, R + N :]

@@ -147,13 +147,13 @@ def state_space(
     norm: Norm,
 ) -> tuple[jax.Array, States]:
     """Returns the layer's output [T, D] for x [T, D], and the states with those that the step stores."""
-    assert inputs.states is not None
+    assert inputs.step.slots is not None
     T, H, P, G, N = x.shape[0], config.num_heads, config.head_dim, config.num_groups, config.state_size
     I, C = config.inner_size, config.num_channels
-    slots = slots_of_layer(inputs.states, inputs.page_offset)
+    slots = slots_of_layer(inputs.step.slots, inputs.page_offset)
     projected = _scaled_parts(linear(x, params.in_proj, params.in_bias, inputs.tokens), config)
     gate, channels, dt = projected[:, :I], projected[:, I : I + C], projected[:, I + C :]
-    channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)
+    channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.step.batch)
     channels = jax.nn.silu(channels)
     values = channels[:, :I].reshape(T, H, P)
     dt = dt.astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))

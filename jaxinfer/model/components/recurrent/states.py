@@ -49,17 +49,17 @@ def abstract_states(size: PoolSize, conv: tuple[int, int], recurrent: tuple[int,
     )
 
 
-def state_slots(batch: Batch, page_size: int) -> StateSlots:
-    """Returns the slots by which each page gets the state after the last token that a request computes in it."""
-    T, S = batch.tokens.shape[0], page_size
+def state_slots(batch: Batch, page_size: int, kind: int = 0) -> StateSlots:
+    """Returns the slots by which each page of a kind gets the state after the last token computed in it."""
+    (T, S), tables = (batch.tokens.shape[0], page_size), batch.tables_of(kind)
     firsts = batch.positions[jnp.minimum(batch.cu_q_lens[:-1], T - 1)]
-    before = jnp.take_along_axis(batch.block_tables, (jnp.maximum(firsts - 1, 0) // S)[:, None], axis=1)[:, 0]
+    before = jnp.take_along_axis(tables, (jnp.maximum(firsts - 1, 0) // S)[:, None], axis=1)[:, 0]
     rows = token_rows(batch.cu_q_lens, T)
     is_last = (jnp.arange(T) == batch.cu_q_lens[rows + 1] - 1) | (batch.positions % S == S - 1)
     is_stored = is_last & (batch.slot_mapping < PADDING_SLOT)
     return StateSlots(
         reads=jnp.where((firsts > 0) & (batch.kv_lens > 0), before, PADDING_SLOT),
-        writes=jnp.where(is_stored, batch.block_tables[rows, batch.positions // S], PADDING_SLOT),
+        writes=jnp.where(is_stored, tables[rows, batch.positions // S], PADDING_SLOT),
     )
 
 

@@ -129,7 +129,7 @@ def wide_params(params: Any) -> Any:
 
 def run_layer_alone(function: Any, params: Any, mixer: Mixer, x: np.ndarray, norm: Any) -> np.ndarray:
     """Returns the output of a mixer's function for one row x [T, D] from the beginning."""
-    from jaxinfer.model.components.mixer_inputs import MixerInputs
+    from jaxinfer.model.components.mixer_inputs import MixerInputs, StepContext
     from jaxinfer.model.components.recurrent.states import state_slots
 
     config = model_of(mixer, x.shape[1])
@@ -138,7 +138,7 @@ def run_layer_alone(function: Any, params: Any, mixer: Mixer, x: np.ndarray, nor
 
     @jax.jit
     def run(params, pool, x, batch):
-        inputs = MixerInputs(batch, StepTokens(jnp.asarray(len(x))), states=state_slots(batch, 16))
+        inputs = MixerInputs(StepContext(batch, slots=state_slots(batch, 16)), StepTokens(jnp.asarray(len(x))))
         return function(jax.tree.map(lambda w: w[0], params), pool, x, inputs, config=mixer, norm=norm)[0]
 
     return np.asarray(run(params, pool, jnp.asarray(x, jnp.float32), batch))
