@@ -9,12 +9,11 @@ from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
 
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.layer_embedding import LayerEmbedding
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
+from jaxinfer.model.feed_forwards import FEED_FORWARDS, FeedForward
 from jaxinfer.model.mixers import MIXERS, Mixer, can_read, functions_of, source_of
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
@@ -45,7 +44,7 @@ class Layer:
     """
 
     mixer: Mixer | tuple[Branch, ...] | None
-    feed_forward: MLP | MoE | DenseAndExperts | None
+    feed_forward: FeedForward | None
     embedding: LayerEmbedding | None = None  # the layer's own of each token; all layers of a model have one, or none
     norm: Norm = RMS_NORM
     has_pre_norms: bool = True  # of the inputs of mixer and feed_forward
@@ -58,7 +57,7 @@ class Layer:
         are_branches = are_branches and all(isinstance(branch, Branch) for branch in self.branches)
         is_mixer = self.mixer is None or _is_mixer(self.mixer) or are_branches
         require(is_mixer, "mixer", self.mixer, f"{ARE_MIXERS}, a tuple of two Branches or more, or None")
-        is_feed_forward = isinstance(self.feed_forward, MLP | MoE | DenseAndExperts)
+        is_feed_forward = type(self.feed_forward) in FEED_FORWARDS
         is_right = is_feed_forward or (self.feed_forward is None and self.mixer is not None)
         require(is_right, "feed_forward", self.feed_forward, "an MLP, MoE or both, or None beside a mixer")
         is_embedding = self.embedding is None or isinstance(self.embedding, LayerEmbedding)

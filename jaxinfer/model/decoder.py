@@ -16,14 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.model.components.adapted import AdaptedArray
-from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
 from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled, take_rows
 from jaxinfer.model.components.mixer_inputs import MixerInputs, StepContext, with_angles
-from jaxinfer.model.components.mlp import MLPParams, mlp
-from jaxinfer.model.components.moe import MoE, MoEParams, moe
+from jaxinfer.model.components.moe import MoEParams
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.config import Layer, LayerStack, ModelConfig, PagePlace, PlacedGroup
+from jaxinfer.model.feed_forwards import FEED_FORWARDS
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.model.params import (
     TENSOR_PARALLEL_RULES,
@@ -330,16 +329,8 @@ def feed_forward(
     if layer.feed_forward is None:
         return x
     h = _normed(x, params.feed_forward_norm, layer.norm)
-    if isinstance(layer.feed_forward, DenseAndExperts):
-        assert isinstance(params.feed_forward, DenseAndExpertsParams)
-        options: dict[str, Any] = {"config": layer.feed_forward, "norm": layer.norm, "mesh": mesh}
-        h = dense_and_experts(params.feed_forward, x, h, tokens, **options)
-    elif isinstance(layer.feed_forward, MoE):
-        assert isinstance(params.feed_forward, MoEParams)
-        h = moe(params.feed_forward, h, tokens, config=layer.feed_forward, mesh=mesh)
-    else:
-        assert isinstance(params.feed_forward, MLPParams)
-        h = mlp(params.feed_forward, h, tokens, config=layer.feed_forward)
+    options: dict[str, Any] = {"config": layer.feed_forward, "norm": layer.norm, "mesh": mesh}
+    h = FEED_FORWARDS[type(layer.feed_forward)].compute(params.feed_forward, x, h, tokens, **options)
     return _add(x, h, params.feed_forward_post_norm, layer)
 
 

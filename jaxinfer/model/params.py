@@ -15,9 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxinfer.model.components.dense_and_experts import (
-    DenseAndExperts,
     DenseAndExpertsParams,
-    declare_dense_and_experts,
 )
 from jaxinfer.model.components.experts import MESH_AXES
 from jaxinfer.model.components.layer_embedding import (
@@ -26,10 +24,11 @@ from jaxinfer.model.components.layer_embedding import (
     declare_embedding_tables,
     declare_layer_embedding,
 )
-from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, MakeSpec, TensorSpec
-from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp
-from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
+from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, TensorSpec
+from jaxinfer.model.components.mlp import MLPParams
+from jaxinfer.model.components.moe import MoEParams
 from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.feed_forwards import FEED_FORWARDS
 from jaxinfer.model.mixers import functions_of
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.mesh_axes import HEADS_AXES, Axes, dividing_axes, num_parts
@@ -135,13 +134,11 @@ def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
 
     norm = spec((hidden_size,), ("embed",), None)
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
-    has_mixer, has_feed_forward = layer.mixer is not None, layer.feed_forward is not None
+    network, has_mixer, has_feed_forward = layer.feed_forward, layer.mixer is not None, layer.feed_forward is not None
     mixers = tuple(functions_of(mixer).declare(mixer, hidden_size, spec) for mixer in layer.mixers)
     return LayerParams(
         mixer=mixers if len(mixers) > 1 else next(iter(mixers), None),
-        feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec)
-        if layer.feed_forward is not None
-        else None,
+        feed_forward=None if network is None else FEED_FORWARDS[type(network)].declare(network, hidden_size, spec),
         mixer_norm=pre if has_mixer else None,
         mixer_post_norm=post if has_mixer else None,
         feed_forward_norm=pre if has_feed_forward else None,
@@ -149,14 +146,6 @@ def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
         embedding=None if layer.embedding is None else declare_layer_embedding(layer.embedding, hidden_size, spec),
         scale=spec((1,), ("one",), None) if layer.has_scale else None,
     )
-
-
-def _declare_feed_forward(
-    config: MLP | MoE | DenseAndExperts, hidden_size: int, spec: MakeSpec
-) -> MLPParams | MoEParams | DenseAndExpertsParams:
-    if isinstance(config, DenseAndExperts):
-        return declare_dense_and_experts(config, hidden_size, spec)
-    return declare_moe(config, hidden_size, spec) if isinstance(config, MoE) else declare_mlp(config, hidden_size, spec)
 
 
 def is_spec(node: Any) -> bool:
