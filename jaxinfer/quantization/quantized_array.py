@@ -63,6 +63,13 @@ class QuantizedArray:
         """Returns the weights [F, in] of a layer taken out of its stack; without a stack the weights themselves."""
         return layer_of(replace(self, layer=None, sharding=None), self.layer)
 
+    def flat(self) -> QuantizedArray:
+        """Returns weights of no stack, without a multiplier, with all axes of outputs as one: [F, in]."""
+        values, scales, zeros = jax.tree.map(
+            lambda a: a.reshape(-1, a.shape[-1]), (self.values, self.scales, self.zeros)
+        )
+        return replace(self, values=values, scales=scales, zeros=zeros)
+
     def with_wide_scales(self) -> QuantizedArray:
         """Returns the same weights with a scale for each output; with a multiplier they are f32, and multiplied."""
         if self.has_shared_scales:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
-from jaxinfer.model.components.observed import ObservedArray, observe_groups
+from jaxinfer.model.components.weights.observed import ObservedArray, observe_groups
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.device_sums import sum_over_devices

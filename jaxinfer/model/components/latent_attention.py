@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm, widened
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, rms_norm
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, rotary_embedding
+from jaxinfer.model.components.weights.products import linear, widened
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention
-from kernels_pallas.paged_attention import AttentionCall
-from kernels_pallas.quantized_matmul import layer_of
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.whole_rows import plain_attention
 
@@ -174,11 +174,9 @@ def attend_to_latents(
 def _widened(w: QuantizedArray, num_inputs: int, dtype: Any) -> jax.Array:
     """Returns packed matrices [N, out, in] in floating point."""
     N, F = w.shape[:2]
-    order, *parts = layer_of((w.order, w.values, w.scales, w.zeros, w.multiplier), w.layer)
-    values, scales, zeros, multiplier = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), tuple(parts))
-    order = None if order is None else order.reshape(-1)
-    flat = QuantizedArray(values, scales, zeros, order=order, multiplier=multiplier, bits=w.bits)
-    return widened(flat, num_inputs).astype(dtype).reshape(N, F, num_inputs)
+    own = w.alone().with_wide_scales().flat()
+    order = None if own.order is None else own.order.reshape(-1)
+    return widened(replace(own, order=order), num_inputs).astype(dtype).reshape(N, F, num_inputs)
 
 
 def _queries(params: LatentAttentionParams, x: jax.Array, tokens: StepTokens, *, config: LatentAttention) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch, StepTokens
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, rotary_angles
-from kernels_pallas.paged_attention import AttentionCall
+from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows
 
 Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]

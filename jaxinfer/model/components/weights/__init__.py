@@ -1,0 +1,1 @@
+"""Weights of products: arrays, and what stands for them."""
