@@ -172,7 +172,7 @@ def test_only_attention_the_table_of_mixers_and_the_cache_use_paged_attention():
     assert {name for name in users if package_of(name) != "kernels_pallas"} == {
         "jaxinfer.model.components.attention",
         "jaxinfer.model.cache",
-        "jaxinfer.model.mixers",
+        "jaxinfer.model.layer_parts",
     }
 
 

@@ -31,7 +31,7 @@ from jaxinfer.display.progress import Bar
 from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
-from jaxinfer.model.mixers import source_of
+from jaxinfer.model.layer_parts import source_of
 from jaxinfer.model.params import Params, abstract_params, over_mesh, shardings
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.validation import MAX_INT, is_int

@@ -23,7 +23,7 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig
-from jaxinfer.model.mixers import MIXERS
+from jaxinfer.model.layer_parts import MIXERS
 from jaxinfer.model.params import Params, abstract_params
 
 PARAMS_FOLDER = "params"

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.validation import MAX_INT, as_ints, as_tuple, require, require_int
 from kernels_pallas.device_sums import has_ordered_sums
-from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.call import token_rows
 
 # The slot of padding tokens: past every pool, and far enough from the int32 limit to take any layer's offset.
 # It must not be negative: JAX wraps negative indices even where it drops those past the end.

@@ -17,12 +17,12 @@ from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.layers import PoolSize
 from jaxinfer.model.components.rope import rotary_embedding, turning_angles
 from jaxinfer.model.config import MixerStack, ModelConfig
-from jaxinfer.model.mixers import Mixer, Pool, functions_of
+from jaxinfer.model.layer_parts import Mixer, Pool, functions_of
 from jaxinfer.validation import require, require_name
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes
 from kernels_pallas.paged_attention import Pages, head_specs, put_pages, take_pages
+from kernels_pallas.paged_attention.call import token_rows
 from kernels_pallas.paged_attention.layout import LAYOUTS
-from kernels_pallas.paged_attention.shapes import token_rows
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1

@@ -18,7 +18,7 @@ from jaxinfer.model.components.mixer_inputs import StepContext
 from jaxinfer.model.components.weights.observed import Moments, ObservedArray
 from jaxinfer.model.config import ModelConfig, PlacedGroup
 from jaxinfer.model.decoder import Flow, begin, numbers_of, run_group, step_context
-from jaxinfer.model.mixers import Pool
+from jaxinfer.model.layer_parts import Pool
 from jaxinfer.model.params import LayerParams, Params
 
 

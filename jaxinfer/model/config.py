@@ -13,8 +13,7 @@ from jaxinfer.model.components.layer_embedding import LayerEmbedding
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
-from jaxinfer.model.feed_forwards import FEED_FORWARDS, FeedForward
-from jaxinfer.model.mixers import MIXERS, Mixer, can_read, functions_of, source_of
+from jaxinfer.model.layer_parts import FEED_FORWARDS, MIXERS, FeedForward, Mixer, can_read, functions_of, source_of
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()

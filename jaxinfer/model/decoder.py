@@ -23,8 +23,7 @@ from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.components.weights.adapted import AdaptedArray
 from jaxinfer.model.components.weights.products import linear, product, take_rows
 from jaxinfer.model.config import Layer, LayerStack, ModelConfig, PagePlace, PlacedGroup
-from jaxinfer.model.feed_forwards import FEED_FORWARDS
-from jaxinfer.model.mixers import Mixer, Pool, functions_of
+from jaxinfer.model.layer_parts import FEED_FORWARDS, Mixer, Pool, functions_of
 from jaxinfer.model.params import (
     TENSOR_PARALLEL_RULES,
     LayerParams,
@@ -34,7 +33,6 @@ from jaxinfer.model.params import (
     usual_sharding,
 )
 from jaxinfer.quantization import PACKED, QuantizedArray
-from jaxinfer.validation import as_ints
 from kernels_pallas.mesh_axes import dividing_axes
 from kernels_pallas.row_products import rounded
 from kernels_pallas.table_rows import table_rows
@@ -97,7 +95,7 @@ def forward_with_states(
     if no group of layers ends after one of these numbers.
     """
     ends = config.ends_of_groups
-    if not {*as_ints("kept_layers", kept_layers)} <= {*ends}:
+    if not {*kept_layers} <= {*ends}:
         raise ValueError(
             f"kept_layers={kept_layers} are not all in {ends}, after which groups of layers end; load"
             " the checkpoint with layer_cuts=kept_layers"
@@ -183,10 +181,13 @@ def embed(
     if is_derived or isinstance(table, PACKED):
         x = take_rows(table, tokens, params.final_norm)
     else:
-        # By the table's own shape, for draft heads have a configuration of their own beside the target's table.
-        spec = replace(declare_vocabulary(config), shape=table.shape)
-        x = table_rows(table, tokens, sharding=usual_sharding(spec, mesh) if is_split(mesh) else None)
+        x = table_rows(table, tokens, sharding=_table_sharding(table, config, mesh) if is_split(mesh) else None)
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
+
+
+def _table_sharding(table: jax.Array, config: ModelConfig, mesh: Mesh) -> NamedSharding:
+    # By the table's own shape, for draft heads have a configuration of their own beside the target's table.
+    return usual_sharding(replace(declare_vocabulary(config), shape=table.shape), mesh)
 
 
 def is_split(mesh: Mesh | None) -> TypeGuard[Mesh]:
@@ -220,7 +221,9 @@ def _run_group(
     # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
     # layer's would be that of a whole stack.
     reads_stacks = context.num_whole_rows is None
-    specs = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
+    specs: Any = params  # which nothing reads without a mesh
+    if is_split(mesh):
+        specs = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
 
     def run_pattern(carry, scanned):
         x, pools = carry[0], list(carry[1])
@@ -287,8 +290,7 @@ def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh
             shared = _with_stacks(node.shared, stack.shared, spec.shared, layer, mesh)
             return replace(node, experts=stack.experts, shared=shared, layer=layer)
         if isinstance(stack, QuantizedArray):
-            sharding = None if mesh is None or mesh.size == 1 else usual_sharding(spec, mesh)
-            return replace(stack, layer=layer, sharding=sharding)
+            return replace(stack, layer=layer, sharding=usual_sharding(spec, mesh) if is_split(mesh) else None)
         return node
 
     return jax.tree.map(put, stacks, own, specs, is_leaf=lambda node: isinstance(node, AdaptedArray) or _is_whole(node))

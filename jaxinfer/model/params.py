@@ -28,8 +28,7 @@ from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, TensorSpec
 from jaxinfer.model.components.mlp import MLPParams
 from jaxinfer.model.components.moe import MoEParams
 from jaxinfer.model.config import LayerStack, ModelConfig
-from jaxinfer.model.feed_forwards import FEED_FORWARDS
-from jaxinfer.model.mixers import functions_of
+from jaxinfer.model.layer_parts import FEED_FORWARDS, functions_of
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.mesh_axes import HEADS_AXES, Axes, dividing_axes, num_parts
 

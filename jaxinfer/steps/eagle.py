@@ -28,12 +28,12 @@ from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.weights.products import linear, product
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import embed, feed_forward, mix, step_context, unembed
-from jaxinfer.model.mixers import Pool
+from jaxinfer.model.layer_parts import Pool
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.sample import best_tokens
 from jaxinfer.steps.medusa import Paths, States, at_paths, num_ranks
-from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.call import token_rows
 
 # By how often the head that comes with the package is right at each rank (scripts/measure/acceptance.py --ranks 3).
 EAGLE_TREE: Paths = (

@@ -18,14 +18,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens, step_rows
-from jaxinfer.model.cache import KVCache, read_tokens
-from jaxinfer.model.decoder import forward_with_states, step_context, unembed
+from jaxinfer.model.cache import KVCache, cache_shardings, read_tokens
+from jaxinfer.model.decoder import forward_with_states, logits_sharding, step_context, unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, process_logits
@@ -33,7 +34,6 @@ from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling.sample import describe, sample, sample_nothing, sample_with_log_probs, with_vocabulary
 from jaxinfer.steps.multi_step import run_loop
 from jaxinfer.steps.options import StepOptions, check_options
-from jaxinfer.steps.results import placed, replicated
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.steps.verify import (
     batch_of_ends,
@@ -46,6 +46,7 @@ from jaxinfer.steps.verify import (
 )
 from jaxinfer.validation import require
 
+Output = TypeVar("Output")
 _FORM_AND_LOG_PROBS = ("form", "max_log_probs", "sampling_log_probs")
 _jit_step = functools.partial(jax.jit, static_argnames="options", donate_argnames="cache")
 
@@ -306,3 +307,22 @@ def _positions(batch: Batch) -> jax.Array:
 
 def _context(cache: KVCache, batch: Batch) -> Context:
     return Context(tokens=read_tokens(cache, batch), lens=batch.kv_lens, num_evicted_tokens=num_evicted_tokens(batch))
+
+
+def placed(output: Output, cache: KVCache, options: StepOptions) -> tuple[Output, KVCache]:
+    """Returns a step's output, whole on every device but for its logits, and its cache, split as it came."""
+    if options.mesh is None:
+        return output, cache
+    at = cache_shardings(cache, options.mesh, config=options.config)
+    return replicated(output, options.mesh), jax.lax.with_sharding_constraint(cache, at)
+
+
+def replicated(tree: Output, mesh: Mesh | None) -> Output:
+    """Returns the arrays of a tree whole on every device of a mesh, but for the logits of a step's output."""
+    if mesh is None:
+        return tree
+    whole = NamedSharding(mesh, PartitionSpec())
+    if not isinstance(tree, StepOutput) or tree.logits is None:
+        return jax.lax.with_sharding_constraint(tree, whole)
+    at = replace(jax.tree.map(lambda _: whole, tree), logits=logits_sharding(mesh, tree.logits.shape[1]))
+    return jax.lax.with_sharding_constraint(tree, at)

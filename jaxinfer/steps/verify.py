@@ -26,7 +26,7 @@ from jaxinfer.model.cache import KVCache
 from jaxinfer.model.components.recurrent.states import StateSlots, move_states, state_slots
 from jaxinfer.model.config import MixerStack, ModelConfig
 from jaxinfer.sampling.batch import SamplingBatch
-from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.call import token_rows
 
 NO_DRAFT = -2  # equal to no sampled token, nor to NO_TOKEN or BAD_LOGITS
 

@@ -24,8 +24,7 @@ from kernels_pallas.paged_attention.api import (
     planner_of,
     splits_heads,
 )
-from kernels_pallas.paged_attention.call import AttentionCall
-from kernels_pallas.paged_attention.shapes import expected_rows
+from kernels_pallas.paged_attention.call import AttentionCall, expected_rows
 
 # By the names of paged attention's.
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, LatentPages]]] = {

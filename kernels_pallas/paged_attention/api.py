@@ -11,11 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
-from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.call import AttentionCall, check_call
 from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
-from kernels_pallas.paged_attention.shapes import check_call
 from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
 
 Implementation = Callable[..., tuple[jax.Array, Pages]]

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.device import device_at_hand
-from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.call import AttentionCall, token_slots
 from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, write_kv
 from kernels_pallas.paged_attention.online_softmax import (
@@ -34,7 +34,6 @@ from kernels_pallas.paged_attention.online_softmax import (
     sees,
     slots_read,
 )
-from kernels_pallas.paged_attention.shapes import token_slots
 from kernels_pallas.paged_attention.tiles import Pool, attend_in_one_tile, attend_in_tiles, paths_of
 
 # Queries per tile in prefill: wide enough for the products, small enough that a short row wastes little.

@@ -16,7 +16,7 @@ from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mixers import Mixer, functions_of
+from jaxinfer.model.layer_parts import Mixer, functions_of
 
 HEADING = "## Layers of each family"
 NUM_LAYERS, HEAD_DIM = 8, 16

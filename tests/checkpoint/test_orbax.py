@@ -18,7 +18,7 @@ from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
 from jaxinfer.model.components.rope import RopeScaling
 from jaxinfer.model.config import uniform_decoder
-from jaxinfer.model.mixers import MIXERS
+from jaxinfer.model.layer_parts import MIXERS
 from jaxinfer.model.params import abstract_params, shardings
 from tests.model.components.recurrent.test_states import MODEL
 from tests.model.components.test_latent_attention import MODEL as LATENT_MODEL

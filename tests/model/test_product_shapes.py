@@ -25,7 +25,7 @@ from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
 from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
-from jaxinfer.model.mixers import Mixer
+from jaxinfer.model.layer_parts import Mixer
 from jaxinfer.model.params import abstract_params
 from jaxinfer.plan.products import other_float_sums, product_shapes
 from kernels_pallas import row_products

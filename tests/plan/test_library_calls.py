@@ -28,7 +28,7 @@ from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
 from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
-from jaxinfer.model.mixers import Mixer
+from jaxinfer.model.layer_parts import Mixer
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.options import StepOptions

@@ -34,7 +34,7 @@ from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mixers import Mixer
+from jaxinfer.model.layer_parts import Mixer
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 2048

@@ -16,7 +16,7 @@ from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import StoredScale, settings_error
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.mixers import Mixer, functions_of
+from jaxinfer.model.layer_parts import Mixer, functions_of
 
 KEY = "kv_cache_scheme"
 ENDS = tuple(f".{name}" for name in CACHE_SCALES)

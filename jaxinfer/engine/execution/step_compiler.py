@@ -27,8 +27,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.results import replicated
-from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
+from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, replicated, verify_step
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kernels_pallas.paged_attention import (
     plan_attention,
     write_kv,
 )
-from kernels_pallas.paged_attention.shapes import token_slots
+from kernels_pallas.paged_attention.call import token_slots
 from kernels_pallas.whole_rows import PagedCall, PlainCall, plain_attention
 
 

@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.call import AttentionCall, token_rows
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
 from kernels_pallas.paged_attention.online_softmax import LOG2_E
-from kernels_pallas.paged_attention.shapes import token_rows
 from kernels_pallas.paged_attention.tpu.attend import reads_as_fn
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, chip_at_hand, decode_blocks, ragged_blocks
 from kernels_pallas.paged_attention.tpu.items import (

@@ -29,7 +29,7 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mixers import Mixer
+from jaxinfer.model.layer_parts import Mixer
 
 MAX_POSITION = 262_144
 _LAYER = "model.layers.{layer}"

@@ -21,7 +21,7 @@ from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mixers import Mixer
+from jaxinfer.model.layer_parts import Mixer
 from jaxinfer.validation import MAX_FLOAT
 
 # Nothing in the model depends on a position: this bounds the tables of the engine alone.

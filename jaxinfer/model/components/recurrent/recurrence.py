@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxinfer.model.batch import PADDING_SLOT
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.states import StateSlots, read_states, write_state, write_states
-from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.call import token_rows
 
 # Tokens of a chunk. More make its products larger and its triangular system, which is solved row by row, longer.
 CHUNK = 64

@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch
 from jaxinfer.model.components.layers import PoolSize
-from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.call import token_rows
 from kernels_pallas.row_products import rounded, zero_after
 
 

@@ -16,7 +16,7 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.recurrent.states import States
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
-from jaxinfer.model.mixers import Mixer
+from jaxinfer.model.layer_parts import Mixer
 from tests.replay import deal_pages, lively_params, nan_cache
 
 S, T = 16, 55  # tokens of a page, and of the longest sequence

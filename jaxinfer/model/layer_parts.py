@@ -1,4 +1,7 @@
-"""The table of mixers: by the type of its description, what the parameters, the decoder and the cache do with each."""
+"""What layers are made of: tables of mixers and of feed-forward networks, by the types of their descriptions.
+
+They say what the parameters, the decoder and the cache do with each.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from jaxinfer.model.components.attention import (
     declare_attention,
     plan_attention_of,
 )
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts, declare_dense_and_experts, dense_and_experts
 from jaxinfer.model.components.latent_attention import (
     LatentAttention,
     abstract_latents_of,
@@ -20,6 +24,8 @@ from jaxinfer.model.components.latent_attention import (
     declare_latent_attention,
     plan_latents_of,
 )
+from jaxinfer.model.components.mlp import MLP, declare_mlp, mlp
+from jaxinfer.model.components.moe import MoE, declare_moe, moe
 from jaxinfer.model.components.recurrent.gated_delta_net import (
     GatedDeltaNet,
     abstract_gated_delta_net,
@@ -147,3 +153,30 @@ def can_read(reader: Mixer, other: Mixer) -> bool:
     """Returns True if the other mixer has pages of its own, whose keys and values are as the reader's would be."""
     kinds = [(a.num_kv_heads, a.head_dim, a.rope, a.window) for a in (reader, other) if isinstance(a, Attention)]
     return len(kinds) == 2 and kinds[0] == kinds[1] and source_of(other) is None
+
+
+FeedForward = MLP | MoE | DenseAndExperts
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardFunctions:
+    """The functions of a feed-forward network."""
+
+    # (config, hidden_size, spec) -> its tensors, a `TensorSpec` in the place of each
+    declare: Callable[..., Any]
+    # (params, x, h, tokens, *, config, norm, mesh) -> its output [T, D] for states x [T, D], which are h [T, D] after
+    # the layer's own norm
+    compute: Callable[..., Any]
+
+
+FEED_FORWARDS: Mapping[type, FeedForwardFunctions] = {
+    MLP: FeedForwardFunctions(
+        declare=declare_mlp,
+        compute=lambda params, x, h, tokens, *, config, norm, mesh: mlp(params, h, tokens, config=config),
+    ),
+    MoE: FeedForwardFunctions(
+        declare=declare_moe,
+        compute=lambda params, x, h, tokens, *, config, norm, mesh: moe(params, h, tokens, config=config, mesh=mesh),
+    ),
+    DenseAndExperts: FeedForwardFunctions(declare=declare_dense_and_experts, compute=dense_and_experts),
+}
