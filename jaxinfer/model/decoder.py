@@ -313,8 +313,9 @@ def mix(
     if layer.mixer is None:
         return x, ()
     h = _normed(h, params.mixer_norm, layer.norm)
+    tensors = params.mixer if isinstance(layer.mixer, tuple) else (params.mixer,)
     outputs, new = [], []
-    for branch, own, pages, step in zip(layer.branches, params.mixers, pools, inputs, strict=True):
+    for branch, own, pages, step in zip(layer.branches, tensors, pools, inputs, strict=True):
         options = {"config": branch.mixer, "norm": layer.norm}
         y, pages = functions_of(branch.mixer).mix(own, pages, scaled(h, branch.input_scale), step, **options)
         outputs.append(scaled(y, branch.output_scale))

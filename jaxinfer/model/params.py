@@ -46,13 +46,6 @@ class LayerParams:
     embedding: LayerEmbeddingParams | None = None
     scale: Any = None  # [n, 1]
 
-    @property
-    def mixers(self) -> tuple[Any, ...]:
-        """The tensors of each of `Layer.mixers`."""
-        if self.mixer is None:
-            return ()
-        return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
-
 
 @dataclass(frozen=True)
 class LogitOptions:
