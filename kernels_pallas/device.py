@@ -12,6 +12,8 @@ CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
 # The compute capability of the oldest GPUs that Triton compiles for.
 AMPERE = 8.0
 
+# The columns of a register of a TPU.
+LANES = 128
 # What kernels may use of a TPU's vector memory: half of the smallest that a chip since v5e has.
 VMEM_BYTES = 2**25
 
@@ -79,3 +81,12 @@ def _number(capability: object) -> float | None:
         return float(str(capability))
     except ValueError:
         return None
+
+
+def lies_turned(num_channels: int, num_inputs: int) -> bool:
+    """True if weights lie with channels along lanes and not inputs: XLA for TPU lays an array out with least padding.
+
+    The kernel reads what lies there; any other view of it would be a copy.
+    """
+    F, D = num_channels, num_inputs
+    return F * -(-D // LANES) > D * -(-F // LANES)

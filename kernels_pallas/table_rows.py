@@ -17,8 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kernels_pallas.device import VMEM_BYTES
-from kernels_pallas.tpu_products import LANES, lies_turned
+from kernels_pallas.device import LANES, VMEM_BYTES, lies_turned
 
 
 def table_rows(

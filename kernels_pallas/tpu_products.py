@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.device import VMEM_BYTES, device_at_hand
+from kernels_pallas.device import LANES, VMEM_BYTES, device_at_hand
 from kernels_pallas.dispatch import NoGainError
 
-LANES = 128
 # Bytes of the weights of a turn, of which two are in vector memory at once, beside what integers are widened to.
 WEIGHTS_BYTES = 2**22
 
@@ -115,15 +114,6 @@ def multiply_turns(
         ),
         name=name,
     )(turns, first.reshape(1).astype(jnp.int32), *operands)
-
-
-def lies_turned(num_channels: int, num_inputs: int) -> bool:
-    """True if weights lie with channels along lanes and not inputs: XLA for TPU lays an array out with least padding.
-
-    The kernel reads what lies there; any other view of it would be a copy.
-    """
-    F, D = num_channels, num_inputs
-    return F * pl.cdiv(D, LANES) > D * pl.cdiv(F, LANES)
 
 
 def _block_channels(num_channels: int, num_inputs: int, itemsize: int) -> int:

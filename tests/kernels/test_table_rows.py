@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.device import lies_turned
 from kernels_pallas.table_rows import table_rows
-from kernels_pallas.tpu_products import lies_turned
 from tests.on_devices import with_devices
 
 

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels_pallas.device import lies_turned
 from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul, unpack_int4
 from kernels_pallas.quantized_matmul.gpu import MatmulBlockSizes, matmul_block_sizes, quantized_matmul_gpu
 from kernels_pallas.quantized_matmul.reference import doubled_fp4, wide_scales
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
-from kernels_pallas.tpu_products import lies_turned
 from kernels_pallas.triton import Target, floats_of_fp8
 from tests.kernels.grouped_matmul.oracle import pack_pairs
 
