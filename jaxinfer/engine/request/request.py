@@ -12,13 +12,10 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from jaxinfer.engine.request.completion import Completion, Delta, FinishReason, Timings
+from jaxinfer.engine.request.output_record import OutputRecord, SampledToken
 from jaxinfer.engine.request.page_keys import PageKeys
 from jaxinfer.engine.request.state_pooling import StatePooling
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
-
-# Token id, log-probability, those of alternatives, and the log-probability in the distribution of the draw, if the
-# engine's steps give it.
-SampledToken = tuple[int, float, dict[int, float], float | None]
 
 
 @dataclass
@@ -120,7 +117,7 @@ class Request:
     # Each step accesses a dozen of these per row; attributes in a dictionary take a quarter longer.
     __slots__ = (
         *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens", "max_len"),
-        *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "first_step", "token_times"),
+        *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "record"),
         *("num_computed", "num_pending", "epoch", "num_cached_tokens", "pages", "keys", "cache_salt", "shared_prompt"),
         "adapter",
         *(
@@ -145,10 +142,6 @@ class Request:
             "rotated_sinks",
             "num_evicted_tokens",
             "detokenizer",
-            "_texts",
-            "log_probs",
-            "_top_log_probs",
-            "_sampling_log_probs",
             "pooling",
             "prediction",
             "replica",
@@ -189,8 +182,7 @@ class Request:
         self.arrival = 0.0
         self.order = 0  # of arrival
         self.is_preemptible = False
-        self.first_step: float | None = None  # clock time of the first step that computed some of its tokens
-        self.token_times: list[float] = []  # per sampled token: clock time at the end of its step
+        self.record = OutputRecord()
         self.num_computed = 0
         self.num_pending = 0  # tokens that a launched step samples: they count, but the host does not know them yet
         self.epoch = 0  # rewinding and finishing increase it: results of steps launched before are discarded
@@ -225,10 +217,6 @@ class Request:
         # Returns the fault of the whole text, None if it has none. It may take seconds, on any thread.
         self.check: Callable[[], str | None] | None = None
         self.detokenizer = detokenizer
-        self._texts: list[str] = []
-        self.log_probs: list[float] = []
-        self._top_log_probs: list[dict[int, float]] = []
-        self._sampling_log_probs: list[float] = []  # if the engine's steps give them
         self.pooling: StatePooling | None = None  # takes the prompt's hidden states; such a request is not plain
 
     @property
@@ -288,9 +276,7 @@ class Request:
     @property
     def outputs(self) -> list[SampledToken]:
         """The output tokens with their log-probabilities, as `append` takes them."""
-        tops = self._top_log_probs or [{}] * self.num_output_tokens
-        sampling = self._sampling_log_probs or [None] * self.num_output_tokens
-        return list(zip(self.token_ids[self.num_prompt_tokens :], self.log_probs, tops, sampling, strict=True))
+        return self.record.tokens(self.token_ids[self.num_prompt_tokens :])
 
     def rewind(self, num_tokens: int, detokenizer: IncrementalDetokenizer | None, grammar: GrammarState | None) -> None:
         """Removes the last `num_tokens` output tokens and replays the rest through a new detokenizer and grammar."""
@@ -299,8 +285,7 @@ class Request:
         self.num_pending = 0
         # A new list: drafters keep references to the old one.
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
-        del self.token_times[len(kept) :]
-        self._texts, self.log_probs, self._top_log_probs, self._sampling_log_probs = [], [], [], []
+        self.record = self.record.begin_again(len(kept))
         self.detokenizer, self.grammar = detokenizer, grammar
         for output in kept:
             self.append(*output)
@@ -353,12 +338,13 @@ class Request:
             return self.fail(self._why_no_logits())
         self._catch_up(len(self.token_ids))
         self.token_ids.append(token_id)
-        self.log_probs.append(log_prob)
+        record = self.record
+        record.log_probs.append(log_prob)
         is_stop, text = token_id in self.stop_token_ids, ""
         tops = (top_log_probs,) if self.sampling.log_probs else ()
         sampling: tuple[float, ...] = ()
         if sampling_log_prob is not None:
-            self._sampling_log_probs.append(sampling_log_prob)
+            record.sampling_log_probs.append(sampling_log_prob)
             sampling = (sampling_log_prob,)
         if not self.is_plain:
             is_stop |= self._observe(token_id, top_log_probs)
@@ -369,19 +355,18 @@ class Request:
             return self.finish("stop", text, (token_id,), (log_prob,), tops, sampling)
         if len(self.token_ids) >= self.max_len:
             return self.finish("length", text, (token_id,), (log_prob,), tops, sampling)
-        self._texts.append(text)
+        record.texts.append(text)
         return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index, None, tops, sampling)
 
     def _catch_up(self, end: int) -> None:
         """Adds the texts of tokens before `end` that the fast path appended without recording their text."""
-        start = self.num_prompt_tokens + len(self._texts)
-        if start < end and self.detokenizer is not None:
-            self._texts += map(self.detokenizer.texts.__getitem__, self.token_ids[start:end])
+        if self.detokenizer is not None:
+            self.record.catch_up(self.token_ids, self.num_prompt_tokens, end, self.detokenizer.texts)
 
     def _observe(self, token_id: int, top_log_probs: dict[int, float]) -> bool:
         """Records a token's alternatives and advances the grammar; True if the token completes the grammar."""
         if self.sampling.log_probs:
-            self._top_log_probs.append(top_log_probs)
+            self.record.top_log_probs.append(top_log_probs)
         if self.grammar is None:
             return False
         self.grammar.accept(token_id)
@@ -412,24 +397,25 @@ class Request:
 
         If the grammar is complete, `check` is to be called before the delta is handed out.
         """
+        record = self.record
         self.epoch += 1
         self.num_pending = 0
         self._catch_up(len(self.token_ids) - len(token_ids))
         text += self.detokenizer.flush() if self.detokenizer else ""
-        self._texts.append(text)
+        record.texts.append(text)
         is_cut = self.detokenizer is not None and self.detokenizer.is_stopped  # by a stop string, before its end
         if reason == "stop" and not is_cut and self.grammar is not None and self.grammar.is_complete:
-            self.check = partial(self.grammar.fault, "".join(self._texts)) if self.grammar.has_check else None
+            self.check = partial(self.grammar.fault, "".join(record.texts)) if self.grammar.has_check else None
         self.finish_reason = reason
         wants_prompt = self.sampling.prompt_log_probs is not None
         completion = Completion(
             request_id=self.request_id,
             prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
-            text="".join(self._texts),
+            text="".join(record.texts),
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
-            log_probs=tuple(self.log_probs),
-            top_log_probs=tuple(self._top_log_probs),
-            sampling_log_probs=tuple(self._sampling_log_probs),
+            log_probs=tuple(record.log_probs),
+            top_log_probs=tuple(record.top_log_probs),
+            sampling_log_probs=tuple(record.sampling_log_probs),
             prompt_log_probs=tuple(self.shared_prompt.prompt_log_probs) if wants_prompt else (),
             prompt_top_log_probs=tuple(self.shared_prompt.prompt_top_log_probs) if wants_prompt else (),
             finish_reason=reason,
@@ -439,7 +425,7 @@ class Request:
             error=error,
             adapter=None if self.adapter is None else self.adapter.name,
             # The last step may have sampled no token, for lack of an allowed one.
-            timings=Timings.of(self.arrival, self.first_step, self.token_times[: self.num_output_tokens]),
+            timings=Timings.of(self.arrival, record.first_step, record.times[: self.num_output_tokens]),
         )
         return Delta(
             request_id=self.request_id,

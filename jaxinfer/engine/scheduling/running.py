@@ -202,8 +202,8 @@ class RunningQueue(Sequence[Request]):
             starts.append(start)
             lens.append(num_tokens)
             budget -= num_tokens
-            if request.first_step is None:
-                request.first_step = now
+            if request.record.first_step is None:
+                request.record.first_step = now
             if num_tokens > 1 or start < request.num_prompt_tokens:
                 self._tally.num_prefill_tokens += num_tokens
             self._waiting.charge(request.tenant, num_tokens)

@@ -10,7 +10,8 @@ from typing import Any, overload
 import numpy as np
 
 from jaxinfer.engine.request.completion import Delta
-from jaxinfer.engine.request.request import Request, SampledToken
+from jaxinfer.engine.request.output_record import SampledToken
+from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
 
 
@@ -101,14 +102,14 @@ def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[D
         if not request.num_pending:
             continue
         request.num_pending = 0
-        request.token_times.append(now)
-        token_ids, stream = request.token_ids, request.detokenizer
+        token_ids, stream, record = request.token_ids, request.detokenizer, request.record
+        record.times.append(now)
         text = "" if stream is None else stream.texts.get(token_id)
         if text is None or token_id < 0 or token_id in request.stop_token_ids or len(token_ids) + 1 >= request.max_len:
             deltas.append(request.append(token_id, log_prob))
             continue
         token_ids.append(token_id)
-        request.log_probs.append(log_prob)
+        record.log_probs.append(log_prob)
         delta = (request.request_id, text, (token_id,), (log_prob,), request.sample_index, None, (), ())
         deltas.append(new_delta(Delta, delta))
     return deltas
@@ -117,7 +118,7 @@ def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[D
 def append_tokens(request: Request, emitted: Sequence[SampledToken], now: float) -> Delta:
     """Appends a step's tokens, at least one, to a request, up to the token that ends it; `now` is their time."""
     request.num_pending = 0
-    request.token_times += [now] * len(emitted)
+    request.record.times += [now] * len(emitted)
     deltas: list[Delta] = []
     for token in emitted:
         deltas.append(request.append(*token))

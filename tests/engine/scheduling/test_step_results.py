@@ -58,12 +58,12 @@ def test_plain_tokens_are_taken_together_as_one_by_one(columns, kinds, idle):
         deltas = append_plain(together, output, now)
 
         for i in running:
-            alone[i].token_times.append(now)
+            alone[i].record.times.append(now)
         assert deltas == [alone[i].append(tokens[i], log_probs[i]) for i in running]
     finals = [[r.finish("abort").completion for r in rs if r.finish_reason is None] for rs in (together, alone)]
     assert finals[0] == finals[1]
-    assert [(r.token_ids, r.outputs, r.token_times) for r in together] == [
-        (r.token_ids, r.outputs, r.token_times) for r in alone
+    assert [(r.token_ids, r.outputs, r.record.times) for r in together] == [
+        (r.token_ids, r.outputs, r.record.times) for r in alone
     ]
 
 
