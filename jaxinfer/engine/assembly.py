@@ -275,7 +275,7 @@ def plan_host(
     max_model_len = resolve_max_model_len(model_config, config)
     cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placements[0])
     window = plan_window(model_config, config, drafter)
-    further = plan_further_kinds(model_config, config, max_model_len)
+    bounded = plan_further_kinds(model_config, config, max_model_len)
     model = f"{checkpoint.path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; its files may change
         devices = identity_of(placements)
@@ -314,7 +314,7 @@ def plan_host(
         max_loop_seconds=max_loop_seconds,
         tiers=tiers,
         window=window,
-        further=further,
+        bounded=bounded,
         speculation=speculation,
         targets=plan_targets(config),
         clock=clock,

@@ -107,7 +107,7 @@ class Timeline:
         for chunk in step.chunks:
             phase, since = self._phases.get(chunk.request.request_id, ("", began))
             # The request was preempted during this step, and has no pages until a later step.
-            if chunk.is_stale or (phase == "preempted" and not chunk.request.pages):
+            if chunk.is_stale or (phase == "preempted" and not chunk.request.table.pages):
                 continue
             if phase not in ("prefill", "decode"):
                 # If the prefix cache still has all its pages, a preempted request decodes again without a prefill.

@@ -157,7 +157,7 @@ class SimulatedEngine:
         prompt, params = [1] * PROMPT_LEN, SamplingParams(temperature=0)
         limits: dict[str, Any] = {"max_tokens": OUTPUT_LEN, "stop_token_ids": (), "detokenizer": None}
         request = Request(self._num_requests, prompt, params, seed=0, **limits)
-        self._tables.extend(request, self._tables.num_missing(request, PROMPT_LEN))
+        self._tables.reserve(request, PROMPT_LEN)
         request.num_computed = PROMPT_LEN
         request.token_ids.append(RIGHT)
         before, is_ahead = machine.work, False

@@ -11,7 +11,7 @@ from typing import Any
 from jaxinfer.engine.execution.memory_plan import plan_window
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.frontend.admission import Admission
-from jaxinfer.engine.kv_cache.attention_window import WindowedPages
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.engine.llm import LLM
 from jaxinfer.model.cache import abstract_cache
 from tests.engine.engines import forget_prefixes
@@ -26,15 +26,14 @@ SIGHT = Endless(num_sinks=16, num_seen=80, page_size=16)
 @contextlib.contextmanager
 def endless(llm: LLM) -> Iterator[LLM]:
     """Lets the requests of an engine be endless for a while: its steps are the same, and nothing else is compiled."""
-    config, tables, copier = llm.engine_config, scheduler_of(llm).replicas[0].tables, runner_of(llm)._copiers[0]
-    kept = (admission_of(llm), tables.windowed, copier._turn)
+    config, pool, copier = llm.engine_config, scheduler_of(llm).replicas[0].tables.pools[0], runner_of(llm)._copiers[0]
+    kept = (admission_of(llm), pool.window, copier._turn)
     config = dataclasses.replace(config, **ENDLESS)
     window = plan_window(llm.model_config, config, None)
     admission = dataclasses.replace(
         admission_of(llm), engine_config=config, max_model_len=config.max_model_len, window=window
     )
-    windowed = WindowedPages(window, tables.pages, tables.copies, tables.page_size)
-    _become(llm, admission, windowed, _turn_of(llm))
+    _become(llm, admission, window, _turn_of(llm))
     try:
         yield llm
     finally:
@@ -47,7 +46,7 @@ def _turn_of(llm: LLM) -> Any:
     return PageCopier(cache, llm.model_config, (1,), num_sinks=1)._turn
 
 
-def _become(llm: LLM, admission: Admission, windowed: WindowedPages, turn: Any) -> None:
+def _become(llm: LLM, admission: Admission, window: AttentionWindow | None, turn: Any) -> None:
     forget_prefixes(llm)  # a page holds something else where a token does not see all before it
     set_admission(llm, admission)
-    scheduler_of(llm).replicas[0].tables.windowed, runner_of(llm)._copiers[0]._turn = windowed, turn
+    scheduler_of(llm).replicas[0].tables.pools[0].window, runner_of(llm)._copiers[0]._turn = window, turn

@@ -249,7 +249,7 @@ def require_idle(llm: LLM) -> None:
 def forget_prefixes(llm: LLM) -> None:
     """Evicts all cached pages, so that the next request computes everything."""
     tables = scheduler_of(llm).replicas[0].tables
-    for pages in (tables.pages, *(bounded.pages for bounded in tables.further)):
+    for pages in [pool.pages for pool in tables.pools]:
         pages.evict(pages.num_cached)
 
 

@@ -207,8 +207,8 @@ class FakeDevice:
                 assert page[:num_tokens] == self.tokens_of(request, 0, num_tokens), "the state of another"
 
     def bounded_page(self, request: Request, kind: int, index: int) -> int:
-        table = request.bounded[kind]
-        assert table.first <= index < len(table.pages), "a page is used that was given back, or never given"
+        table = request.table.kinds[1 + kind]
+        assert table.owns(index), "a page is used that was given back, or never given"
         return table.pages[index]
 
     def copy(self, batch: list[Copy]) -> None:
@@ -255,13 +255,14 @@ class FakeDevice:
     def context(self, request: Request, kv_len: int) -> list[int]:
         """What a request sees that has so many tokens in its pages."""
         positions = seen(request, kv_len, self.window)
-        if not request.num_evicted_tokens:
+        table = request.table.first
+        if not table.num_evicted_tokens:
             return [self.slots[self.slot(request, i)] for i in positions]
-        assert {self.turns[page] for page in request.rotated_sinks} == {request.num_evicted_tokens}, (
+        assert {self.turns[page] for page in table.rotated_sinks} == {table.num_evicted_tokens}, (
             "sinks are not where they should be"
         )
-        assert len(positions) == kv_len - request.num_evicted_tokens, "a token sees what is not for it"
-        return [self.slots[self.slot_in_table(request, request.num_evicted_tokens + i)] for i in range(len(positions))]
+        assert len(positions) == kv_len - table.num_evicted_tokens, "a token sees what is not for it"
+        return [self.slots[self.slot_in_table(request, table.num_evicted_tokens + i)] for i in range(len(positions))]
 
     def check_context(self, request: Request, kv_len: int) -> None:
         """Asserts that what the token after the first `kv_len` sees of them is in its pages."""
@@ -272,14 +273,16 @@ class FakeDevice:
 
     def slot(self, request: Request, position: int) -> int:
         """Where a request has a token."""
-        assert position // self.page_size not in request.evicted, "a page is used that was given back"
-        return request.pages[position // self.page_size] * self.page_size + position % self.page_size
+        table = request.table.first
+        assert table.owns(position // self.page_size), "a page is used that was given back"
+        return table.pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def slot_in_table(self, request: Request, position: int) -> int:
         """Where steps find a token, and write it."""
-        index, offset = divmod(position - request.num_evicted_tokens, self.page_size)
-        assert request.num_evicted_tokens or index not in request.evicted, "a page is used that was given back"
-        return request.table[index] * self.page_size + offset
+        table = request.table.first
+        index, offset = divmod(position - table.num_evicted_tokens, self.page_size)
+        assert table.num_evicted_tokens or index not in table.freed, "a page is used that was given back"
+        return table.attended[index] * self.page_size + offset
 
 
 class Engine:

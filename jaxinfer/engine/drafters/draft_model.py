@@ -183,7 +183,7 @@ class DraftModel(StepDrafter):
         num_computed, drafts = self._computed.get(request.request_id, (0, []))
         num_computed += num_equal(drafts, text[num_computed:])
         num_seen = 0
-        for index, page in enumerate(request.pages):
+        for index, page in enumerate(request.table.pages):
             end = num_seen + self._page_size
             writer, place = self._written.get(page, ((), 0))
             # A rewound request has a new token list. A preempted one may get pages that others have overwritten.
@@ -217,13 +217,14 @@ class DraftModel(StepDrafter):
         self, shape: Shape, requests: Sequence[Request], spans: Sequence[Span], counts: Sequence[int]
     ) -> list[list[int]]:
         chosen = [requests[i] for i, *_ in spans]
-        rows = [Row(r.token_ids[start:end], start, r.pages) for r, (_, start, end) in zip(chosen, spans, strict=True)]
+        pairs = zip(chosen, spans, strict=True)
+        rows = [Row(r.token_ids[start:end], start, r.table.pages) for r, (_, start, end) in pairs]
         limits = [counts[i] for i, *_ in spans]
         tokens, self._cache = self._steps.run(shape, self._cache, rows, chosen, limits)
         for request, (_, start, end), limit, drafted in zip(chosen, spans, limits, tokens, strict=True):
             self._computed[request.request_id] = (end, drafted[:-1])
             first = start // self._page_size
-            for index, page in enumerate(request.pages[first : -(-(end + limit) // self._page_size)], first):
+            for index, page in enumerate(request.table.pages[first : -(-(end + limit) // self._page_size)], first):
                 self._written[page] = (request.token_ids, index)
                 self._known.pop(page, None)
                 if request.keys is not None and (index + 1) * self._page_size <= end:

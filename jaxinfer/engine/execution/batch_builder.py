@@ -118,13 +118,12 @@ class BatchBuilder:
     def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         rows, requests = step.chunks.rows, step.chunks.requests
         may_hide = rows.max_len > self._table_width * self._page_size  # requests that fit the table evict nothing
-        pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
         is_new = (bucket, rows) != self._last
         if is_new:
             self._last, self._sampling = None, None  # until this step is laid out: an exception may come before that
-        further = [[r.bounded[kind].pages for r in requests] for kind in range(len(self._tables) - 1)]
-        for tables, of_kind in zip(self._tables, [pages, *further], strict=True):
-            tables.update(of_kind, bucket.num_rows, is_new=is_new)
+        for tables, own in zip(self._tables, rows.tables or [()] * len(self._tables), strict=True):
+            pages = [table.attended for table in own] if may_hide else [table.pages for table in own]
+            tables.update(pages, bucket.num_rows, is_new=is_new)
         block_tables, *bounded_tables = [tables.array for tables in self._tables]
         sampling = self._sampling
         if sampling is None:
@@ -138,7 +137,7 @@ class BatchBuilder:
         else:
             drawn_in = _places(before)
             token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
-        hidden = np.array([request.num_evicted_tokens for request in requests], np.int32) if may_hide else 0
+        hidden = np.array([table.num_evicted_tokens for table in rows.tables[0]], np.int32) if may_hide else 0
         positions = np.array(step.chunks.starts, np.int32)
         batch = make_decode_batch(token_ids, positions, block_tables, self._page_size, hidden, tuple(bounded_tables))
         return batch, sampling
@@ -177,8 +176,8 @@ class DecodeTables:
 
 def row_of(request: Request, token_ids: Sequence[int], start: int) -> Row:
     """Returns the row of a batch with these tokens of a request."""
-    further = tuple(table.pages for table in request.bounded)
-    return Row(token_ids, start, request.table, request.num_evicted_tokens, further)
+    first, *bounded = request.table.kinds
+    return Row(token_ids, start, first.attended, first.num_evicted_tokens, tuple(table.pages for table in bounded))
 
 
 def sampling_of_requests(

@@ -11,7 +11,7 @@ from jaxinfer.device import CPU_CACHE_BYTES
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
 from jaxinfer.engine.execution.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
-from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.model.cache import page_arrays, page_bytes
 from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig, PageKind

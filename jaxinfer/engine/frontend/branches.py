@@ -71,12 +71,11 @@ class Branches:
         """
         request = self._find(request_id)
         self._scheduler.receive(request)
-        if request.num_saved > request.num_computed:  # it was restored and has not run since
-            pages, num_saved = [request.saved, *request.bounded_saved], request.num_saved
+        table = request.table
+        if table.num_saved > request.num_computed:  # it was restored and has not run since
+            pages, num_saved = table.saved, table.num_saved
         else:
-            kept = {i: page for i, page in enumerate(request.pages) if i not in request.evicted}
-            further = ({i: table.pages[i] for i in range(table.first, len(table.pages))} for table in request.bounded)
-            pages, num_saved = self._read(request, [kept, *further]), request.num_known
+            pages, num_saved = self._read(request, [kind.by_index for kind in table.kinds]), request.num_known
         write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
     def restore(self, path: Path, request_id: int) -> Request:
@@ -141,8 +140,7 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
     for output in request.outputs:
         branch.append(*output)
     request.shared_prompt.num_samples += 1
-    branch.origin, branch.saved, branch.num_saved = request, request.saved, request.num_saved
-    branch.bounded_saved = request.bounded_saved
+    branch.table.begin_like(request)
     return branch
 
 

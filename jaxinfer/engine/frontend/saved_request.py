@@ -95,7 +95,7 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
         kinds.append(dict(zip(some["indices"], contents, strict=True)))
         start += some["size"]
     if any(kinds) and head["identity"][DEVICES] == identity[DEVICES]:
-        (request.saved, *request.bounded_saved), request.num_saved = kinds, head["num_saved"]
+        request.table.saved, request.table.num_saved = kinds, head["num_saved"]
     return request
 
 

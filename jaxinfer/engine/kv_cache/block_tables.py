@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
-from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, WindowedPages
-from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind, BoundedPages, ContextFinder, Found, Pages
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.engine.kv_cache.page_allocator import PageAllocator
-from jaxinfer.engine.kv_cache.page_transfers import Content, CopyPage, PageTransfers, SwapIn, SwapOut
-from jaxinfer.engine.kv_cache.prefix_lookup import PrefixLookup, Source
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind, Copied, PagePool
+from jaxinfer.engine.kv_cache.page_transfers import Content, CopyPage, PageTransfers, SwapOut
+from jaxinfer.engine.kv_cache.prefix_finder import PrefixFinder
 from jaxinfer.engine.kv_cache.tiers import PageTiers
-from jaxinfer.engine.request.page_keys import PageKeys
-from jaxinfer.engine.request.request import BoundedTable, Request
+from jaxinfer.engine.request.page_keys import PageKeys, key_of_kind
+from jaxinfer.engine.request.page_table import KindTable
+from jaxinfer.engine.request.request import Request
 
 
 class BlockTables:
@@ -27,8 +29,8 @@ class BlockTables:
     The runner makes the queued `copies` before the next step. Evicted pages go to the `tiers`, if there are any. A
     running request's pages behind the `window` are freed, unless its parameters read its whole context.
 
-    This is about the first kind of pages, for which requests wait and are preempted. Those of the `further` kinds
-    follow it: a request goes on from a token only if it has what that token needs of every kind.
+    Requests wait for pages of the first kind, and are preempted for them. Those of the `bounded` kinds follow: a
+    request goes on from a token only if it has what that token needs of every kind.
     """
 
     def __init__(
@@ -37,39 +39,34 @@ class BlockTables:
         page_size: int,
         tiers: PageTiers | None = None,
         window: AttentionWindow | None = None,
-        further: Sequence[BoundedKind] = (),
+        bounded: Sequence[BoundedKind] = (),
     ):
         self.page_size = page_size
         self._tiers = tiers
         self.copies = PageTransfers()
-        self.pages = PageAllocator(num_pages, self._let_go)
-        self.windowed = WindowedPages(window, self.pages, self.copies, page_size)
-        self._finder = PrefixLookup(self.pages, page_size, tiers)
-        kinds = enumerate(further, 1)
-        self.further = [BoundedPages(kind, plan, page_size, self.copies, tiers) for kind, plan in kinds]
-        self._contexts = ContextFinder(self.pages, self.further, page_size, tiers)
+        plans = [(num_pages, window, False), *((kind.num_pages, kind.window, kind.is_state) for kind in bounded)]
+        self.pools: list[PagePool] = []
+        for kind, (count, kept, is_state) in enumerate(plans):
+            pages = PageAllocator(count, partial(self._let_go, kind))
+            self.pools.append(PagePool(kind, pages, page_size, self.copies, kept, is_state))
+        self._first = self.pools[0]
+        self.pages = self._first.pages
+        self._finder = PrefixFinder(self.pools, page_size)
 
     @property
     def has_states(self) -> bool:
-        """True if a further kind of pages holds recurrent states."""
-        return any(bounded.is_state for bounded in self.further)
+        """True if a kind of pages holds recurrent states."""
+        return any(pool.is_state for pool in self.pools)
 
     @property
     def frees_pages(self) -> bool:
         """True if a running request frees pages that its next token does not need."""
-        return self.windowed.has_window or bool(self.further)
-
-    def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Returns the number of pages the request lacks to compute its next `num_tokens` tokens."""
-        num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.pages)
-        if self.windowed.is_endless:
-            num_missing = max(num_missing, 0) + self.windowed.num_missing_sinks(request)
-        return num_missing if num_missing > 0 else 0
+        return any(pool.window is not None for pool in self.pools)
 
     def num_wanted(self, request: Request) -> int:
-        """Returns the number of further pages the request needs until all of its tokens are computed."""
-        num_owned = len(request.pages) - len(request.evicted) + len(request.rotated_sinks)
-        return self._num_wanted(request, len(request.pages), num_owned)
+        """Returns the pages of the first kind that the request still needs until all of its tokens are computed."""
+        table = request.table.first
+        return self._num_wanted(request, len(table.pages), table.num_owned)
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
         """True if a request without pages here could get pages for all of its tokens.
@@ -77,20 +74,18 @@ class BlockTables:
         `num_reserved` pages are kept for running requests; the pages of the victims count as given back. A request that
         has pages elsewhere needs the same number here.
         """
-        pages = {} if request.pages else self._reusable_pages(request)
-        found = [page for page in pages.values() if page is not None]
-        given_up = Counter(chain.from_iterable(victim.owned_pages for victim in victims))
+        given_up = Counter(chain.from_iterable(victim.table.first.owned_pages for victim in victims))
 
         def is_idle(page: int) -> bool:
             return self.pages.num_users(page) == given_up[page]
 
-        # Reusing a found page without users takes it from the available ones, just like a new page.
-        num_new = self._num_wanted(request, max(pages, default=-1) + 1, len(pages)) + len(pages) - len(found)
-        if request.pages:
-            num_new = len(request.owned_pages) + self.num_wanted(request)
-        num_wanted = num_new + sum(map(is_idle, found))
-        if len(found) < len(pages):  # a tier may lose the others: then the request computes all of its tokens
-            num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
+        if request.table.pages:
+            num_wanted = request.table.first.num_owned + self.num_wanted(request)
+        else:
+            shared = self._sharable_pages(request)
+            # Reusing a found page without users takes it from the available ones, just like a new page.
+            num_idle = sum(map(is_idle, shared.values()))
+            num_wanted = self._num_wanted(request, max(shared, default=-1) + 1, len(shared)) + num_idle
         return num_wanted + num_reserved <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
     def begin(self, request: Request) -> int:
@@ -99,129 +94,114 @@ class BlockTables:
         Returns the number of tokens skipped. The request that it was forked from and its saved contents serve here
         alone: afterwards its own pages hold all that it could take from them.
         """
-        num_skipped = self.share_prefix(request)
-        self.extend(request, self.num_wanted(request))
-        num_skipped += self.share_prefix(request)  # now it has pages to copy contents to
-        request.forget_sources()
+        table = request.table
+        table.kinds += tuple(KindTable() for _ in self.pools[len(table.kinds) :])
+        num_skipped = self.share(request)
+        self._extend(request, self.num_wanted(request))
+        num_skipped += self.share(request)  # now it has a page to which one that begins alike is copied
+        table.forget_sources()
         return num_skipped
 
-    def allocate_like(self, request: Request) -> list[list[int]]:
-        """Returns new pages for a request of another replica: a page of each kind for each that it owns there."""
-        owned = [bounded.owned(request) for bounded in self.further]
-        further = [bounded.pages.allocate(len(own)) for bounded, own in zip(self.further, owned, strict=True)]
-        return [self.pages.allocate(len(request.owned_pages)), *further]
-
-    def give_back(self, pages: Sequence[Sequence[int]]) -> None:
-        """Frees the pages of `allocate_like`."""
-        for allocator, own in zip([self.pages, *(bounded.pages for bounded in self.further)], pages, strict=True):
-            allocator.release(own)
-
-    def pages_of(self, request: Request) -> list[list[int]]:
-        """Returns the pages that a request owns here, of each kind, in the order of `allocate_like`."""
-        further = [[bounded.page(request, index) for index in bounded.owned(request)] for bounded in self.further]
-        return [list(request.owned_pages), *further]
-
-    def move_to(self, request: Request, pages: Sequence[Sequence[int]]) -> None:
-        """Frees the pages of a request, which goes on with those of another replica's `allocate_like`."""
-        first, *further = pages
-        new = dict(zip(request.owned_pages, first, strict=True))
-        self.pages.release(request.owned_pages)
-        request.pages = tuple(new.get(page, 0) for page in request.pages)
-        request.rotated_sinks = tuple(new[page] for page in request.rotated_sinks)
-        for bounded, own in zip(self.further, further, strict=True):
-            indices = bounded.owned(request)
-            bounded.release(request)
-            if own:
-                bounded.put(request, dict(zip(indices, own, strict=True)))
-
-    def share_prefix(self, request: Request) -> int:
+    def share(self, request: Request) -> int:
         """Skips the tokens that some cache holds already, starting in the middle of a page if necessary.
 
-        Pages in the pool are shared; content from elsewhere is copied onto pages that the request owns. Returns the
-        number of tokens skipped.
+        Pages in the pools are shared; content from elsewhere is copied. Returns the number of tokens skipped.
         """
-        start, window = request.num_computed, self.windowed.window_of(request)
-        if self.further:
-            self._share_context(request)
-            return request.num_computed - start
-        if window is not None and not request.pages:
-            self._share_window(request, window)
-        while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
-            self.windowed.free_behind(request, request.num_computed - 1)
-        return request.num_computed - start
+        start, keys = request.num_computed, request.keys
+        end, found = self._finder.find(request, self._fetch)
+        for pool, pages in zip(self.pools, found, strict=False):  # first, so that new pages evict none of these
+            for page in [page for page in pages.values() if isinstance(page, int)]:
+                pool.pages.acquire(page)
+        for pool, pages in zip(self.pools, found, strict=False):
+            pool.put(request, pages, end)
+        request.skip(end)
+        if keys is not None:
+            copied = {i for pages in found for i, source in pages.items() if isinstance(source, Copied)}
+            for index in sorted(index for index in copied if (index + 1) * self.page_size <= end):
+                self._make_known(request, keys, index)
+        return end - start
 
-    def extend(self, request: Request, count: int) -> None:
-        """Gives the request the pages that `num_missing` said it lacks."""
-        pages = self.pages.allocate(count)
-        if self.windowed.is_endless and (num_missing_sinks := self.windowed.num_missing_sinks(request)):
-            request.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
-        request.pages += tuple(pages)
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Gives the request the pages that it lacks to compute its next `num_tokens` tokens.
 
-    def extend_further(self, request: Request, num_tokens: int) -> None:
-        """Gives the request pages of the further kinds for its next `num_tokens` tokens."""
-        for bounded in self.further:
-            bounded.extend(request, num_tokens)
+        Returns False, and gives none, if too few are available.
+        """
+        first, is_endless = self._first, self._first.is_endless
+        if is_endless:  # its next token does not attend to all pages of the tokens before
+            first.free_behind(request, request.num_computed)
+        num_missing = self._num_missing(request, num_tokens)
+        if num_missing > self.pages.num_available:
+            return False
+        if num_missing > 0:  # rarely true for a decoding request
+            self._extend(request, num_missing)
+        for pool in self.pools[1:]:
+            pool.extend(request, num_tokens)
+        if is_endless:
+            first.rotate_sinks(request)
+        return True
 
-    def extend_ahead(self, request: Request, num_tokens: int) -> int:
+    def reserve_ahead(self, request: Request, num_tokens: int) -> int:
         """Gives the request available pages for its next token and up to `num_tokens` speculative tokens after it.
 
         Returns the number of tokens after the next one that fit. It is less than the number of tokens the request may
         still sample, for the last one needs no slot. Speculative tokens never preempt another request.
         """
         num_to_come = request.max_len - len(request.token_ids) - request.num_pending
-        num_tokens = min(num_tokens, num_to_come - 1, self.windowed.max_uniform_chunk(request) - 1)
-        num_missing = self.num_missing(request, 1 + num_tokens)
-        self.extend(request, min(num_missing, self.pages.num_available))
-        room = len(request.pages) * self.page_size - request.num_computed - 1
+        num_tokens = min(num_tokens, num_to_come - 1, self.max_chunk(request) - 1)
+        num_missing = self._num_missing(request, 1 + num_tokens)
+        self._extend(request, min(num_missing, self.pages.num_available))
+        room = len(request.table.pages) * self.page_size - request.num_computed - 1
         num_tokens = min(room, num_tokens)
-        self.extend_further(request, 1 + num_tokens)
+        for pool in self.pools[1:]:
+            pool.extend(request, 1 + num_tokens)
         return num_tokens
+
+    def max_chunk(self, request: Request) -> int:
+        """Returns the most tokens of the request that one step may compute."""
+        return self._first.max_uniform_chunk(request)
 
     def record(self, request: Request, start: int, end: int) -> None:
         """Records that launched steps put the tokens from `start` to `end`, which are known, into the cache.
 
-        Registers pages that are full now, and frees pages behind the window. Later steps may overwrite freed pages,
+        Registers pages that are full now, and frees pages behind the windows. Later steps may overwrite freed pages,
         because the device runs steps in order: the launched step has read them by then. A request that has lost its
         pages since the launch has nothing to record.
         """
-        if not request.pages:
+        if not request.table.pages:
             return
         if (keys := request.keys) is not None:
             for index in range(start // self.page_size, end // self.page_size):
-                if index not in request.evicted:
+                if request.table.first.owns(index):
                     self._make_known(request, keys, index)
-        self.windowed.free_behind(request, end - 1)
-        for bounded in self.further:
-            bounded.free_behind(request, end - 1)
+        for pool in self.pools:
+            pool.free_behind(request, end - 1)
 
     def release(self, request: Request) -> None:
-        for bounded in self.further if request.bounded else ():
-            bounded.release(request)
-        self.pages.release(request.owned_pages)
-        request.pages, request.evicted = (), range(0)
-        request.rotated_sinks, request.num_evicted_tokens = (), 0
+        """Frees all pages of a request, if it has any here."""
+        for pool in self.pools[: len(request.table.kinds)]:
+            pool.release(request)
         request.give_up(0)
 
     def swap_out(self, request: Request) -> None:
         """Takes the pages of a preempted request; prefix lookup and tiers can return their content when it resumes."""
-        num_known, num_tokens = request.num_known, request.num_known % self.page_size
-        request.num_swapped_tokens = num_known
-        is_state_known = num_known == request.num_computed
-        if self._tiers is not None and request.keys is not None and num_tokens:
-            key = request.keys.partial_key(num_known, request.token_ids)
-            if self._tiers.wants(key, num_tokens):
-                self.copies.append(SwapOut(request.pages[num_known // self.page_size], key))
-            for bounded in self.further if is_state_known else ():
-                bounded.swap_out_last(request, key, num_tokens)
+        table, keys, num_known = request.table, request.keys, request.num_known
+        table.num_swapped_tokens = num_known
+        index, num_tokens = divmod(num_known, self.page_size)
+        if self._tiers is not None and keys is not None and num_tokens:
+            key = keys.partial_key(num_known, request.token_ids)
+            for pool, own in zip(self.pools, table.kinds, strict=True):
+                # A state that has seen tokens of a launched loop is that of no known token.
+                is_right = num_known == request.num_computed or not pool.is_state
+                if is_right and own.owns(index):
+                    self._swap_out(pool.kind, own.pages[index], key_of_kind(key, pool.kind), num_tokens)
         self.release(request)
 
     def forget_contents(self) -> None:
         """Frees all pages, whose contents are void, and drops the queued copies. No request may own a page."""
         self.copies.clear()
-        self.pages.forget_contents()
         self._finder.forget_all()
-        for bounded in self.further:
-            bounded.pages.forget_contents()
+        for pool in self.pools:
+            pool.pages.forget_contents()
 
     def rewind(self, request: Request) -> bool:
         """Frees the pages past a request's tokens after a rewind removed some of them.
@@ -229,161 +209,103 @@ class BlockTables:
         If other requests may read the last page, the request gets a copy to write. Returns False, and the caller must
         preempt, if no page is available for the copy, if no page remains, or if pages of the window are freed already.
 
-        A request with pages of further kinds is always preempted, because a state cannot go back.
+        A request with pages of bounded kinds is always preempted, because a state cannot go back.
         """
-        if not request.pages:
+        table = request.table.first
+        if not table.pages:
             return True
         request.give_up(min(request.num_computed, len(request.token_ids) - 1))
-        if self.further or self.windowed.has_lost(request):
+        if len(self.pools) > 1 or self._first.has_lost(request):
             self.release(request)
             return False
         kept = -(-request.num_computed // self.page_size)
-        self.pages.release(request.pages[kept:])
-        request.pages = request.pages[:kept]
-        if not request.pages:
+        self.pages.release(table.pages[kept:])
+        table.pages = table.pages[:kept]
+        if not table.pages:
             return False
-        last = request.pages[-1]
+        last = table.pages[-1]
         if request.num_computed % self.page_size == 0 or not self.pages.is_known(last):
             return True
         if self.pages.num_available == 0:
             return False
-        request.pages = (*request.pages[:-1], *self.pages.allocate(1))
-        self.copies.append(CopyPage(last, request.pages[-1]))
+        table.pages = (*table.pages[:-1], *self.pages.allocate(1))
+        self.copies.append(CopyPage(last, table.pages[-1]))
         self.pages.release([last])
         return True
 
-    def _share_window(self, request: Request, window: AttentionWindow) -> None:
-        """Starts a windowed request without pages after the last window of pages found in the pool or elsewhere."""
-        found = self._finder.reusable_pages(request, window)
-        copied = {i: self._finder.copy_source(request, i) for i, page in found.items() if page is None}
-        if any(copy is None or copy[0] != (i + 1) * self.page_size for i, copy in copied.items()):
-            return  # a tier has lost the page, or computing it is cheaper than copying it
-        for page in found.values():
-            if page is not None:  # first, so that allocating new pages evicts none of these
-                self.pages.acquire(page)
-        new, num_pages = self.pages.allocate(len(copied)), max(found, default=-1) + 1
-        found |= dict(zip(copied, new, strict=True))
-        request.pages = tuple(found.get(index) or 0 for index in range(num_pages))
-        missing = [index for index in range(num_pages) if index not in found]
-        request.evicted = range(missing[0], missing[-1] + 1) if missing else range(0)
-        for index, copy in copied.items():
-            assert copy is not None
-            self._fill(request, index, *copy)
-        request.skip(num_pages * self.page_size)
+    def allocate_like(self, request: Request) -> list[list[int]]:
+        """Returns new pages for a request of another replica: a page of each kind for each that it owns there."""
+        pairs = zip(self.pools, request.table.kinds, strict=True)
+        return [pool.pages.allocate(table.num_owned) for pool, table in pairs]
+
+    def give_back(self, pages: Sequence[Sequence[int]]) -> None:
+        """Frees the pages of `allocate_like`."""
+        for pool, own in zip(self.pools, pages, strict=True):
+            pool.pages.release(own)
+
+    def pages_of(self, request: Request) -> list[Sequence[int]]:
+        """Returns the pages that a request owns here, of each kind, in the order of `allocate_like`."""
+        return [table.owned_pages for table in request.table.kinds]
+
+    def move_to(self, request: Request, pages: Sequence[Sequence[int]]) -> None:
+        """Frees the pages of a request, which goes on with those of another replica's `allocate_like`."""
+        self.give_back(self.pages_of(request))
+        for table, own in zip(request.table.kinds, pages, strict=True):
+            table.move_to(own)
+
+    def _num_missing(self, request: Request, num_tokens: int) -> int:
+        """Returns the number of pages of the first kind the request lacks to compute its next `num_tokens` tokens."""
+        num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.table.pages)
+        return max(num_missing, 0) + self._first.num_missing_sinks(request)
 
     def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
         """Returns the further pages needed if the table has `num_pages` entries and the request owns `num_owned`."""
         num_tokens = request.num_computed + request.num_uncomputed
-        count = -(-num_tokens // self.page_size) - num_pages + self.windowed.num_missing_sinks(request)
-        window = self.windowed.window_of(request)
+        count = -(-num_tokens // self.page_size) - num_pages + self._first.num_missing_sinks(request)
+        window = self._first.window_of(request)
         if window is not None:
             count = min(count, window.most - num_owned)
         return max(count, 0)
 
+    def _extend(self, request: Request, count: int) -> None:
+        """Gives the request pages of the first kind, those for rotated copies of its sinks first."""
+        pages, table = self.pages.allocate(count), request.table.first
+        if num_missing_sinks := self._first.num_missing_sinks(request):
+            table.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
+        table.pages += tuple(pages)
+
+    def _sharable_pages(self, request: Request) -> dict[int, int]:
+        """Returns the pages of the first kind, by index, that a request without pages is sure to share."""
+        keeps_all = len(self.pools) == 1 and self._first.window_of(request) is None
+        _, found = self._finder.find(request, None if keeps_all else self._peek)
+        pages = found[0] if found else {}
+        # If a content to be copied is gone by then, a request with a window or a state may share none of these pages.
+        is_sure = all(isinstance(source, int) for some in found for source in some.values())
+        return {index: page for index, page in pages.items() if isinstance(page, int)} if is_sure else {}
+
     def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
-        """Registers a full page under its key, for the request and for prefix lookup."""
+        """Registers a full page of each kind under its key, for the request and for prefix lookup."""
         key = keys.key(index, request.token_ids)
-        request.put_page(index, self.pages.register(request.pages[index], key))
-        for bounded in self.further:
-            if index in bounded.owned(request):
-                bounded.register(request, keys, index)
+        for pool, table in zip(self.pools, request.table.kinds, strict=True):
+            if table.owns(index):
+                table.put(index, pool.pages.register(table.pages[index], key_of_kind(key, pool.kind)))
         token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
         self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
 
-    def _let_go(self, page: int, key: bytes) -> None:
+    def _let_go(self, kind: int, page: int, key: bytes) -> None:
         """Removes an evicted page from prefix lookup and queues its swap-out if the tiers want it."""
-        self._finder.forget(key)
-        if self._tiers is not None and self._tiers.wants(key, self.page_size):
-            self.copies.append(SwapOut(page, key))
+        if kind == 0:
+            self._finder.forget(key)
+        self._swap_out(kind, page, key, self.page_size)
 
-    def _reusable_pages(self, request: Request) -> dict[int, int | None]:
-        """Returns the pages of the first kind, by index, that a request without pages need not compute."""
-        if not self.further:
-            return self._finder.reusable_pages(request, self.windowed.window_of(request))
-        _, pages = self._contexts.find(request)
-        return {index: found.shared for index, found in pages[0].items()} if pages else {}
+    def _swap_out(self, kind: int, page: int, key: bytes, num_tokens: int) -> None:
+        if self._tiers is not None and self._tiers.wants(key, num_tokens):
+            self.copies.append(SwapOut(page, key, kind))
 
-    def _share_context(self, request: Request) -> None:
-        """Goes on from the last token of which every kind of pages has in some cache what the next token needs."""
-        if not request.bounded:
-            request.bounded = tuple(BoundedTable() for _ in self.further)
-        if request.num_computed and self._finder.cached_page(request, request.num_computed // self.page_size) is None:
-            return  # the usual case of a request that computes its prompt, and cheap
-        found = self._find_context(request)
-        if found is None:
-            return
-        end, pages, contents = found
-        allocators = [self.pages, *(bounded.pages for bounded in self.further)]
-        for kind, allocator in enumerate(allocators):  # first, so that allocating new pages evicts none of these
-            for page in [one.shared for one in pages[kind].values() if one.shared is not None]:
-                allocator.acquire(page)
-        for index, one in sorted(pages[0].items()):
-            if one.shared is not None:
-                self.pages.release(request.pages[index : index + 1])
-                request.put_page(index, one.shared)
-                continue
-            if index == len(request.pages):
-                self.extend(request, 1)
-            self._copy(one, contents.get((0, index)), request.pages[index], 0)
-        for bounded in self.further:
-            bounded.release(request)
-            ids = {}
-            for index, one in sorted(pages[bounded.kind].items()):
-                ids[index] = bounded.pages.allocate(1)[0] if one.shared is None else one.shared
-                self._copy(one, contents.get((bounded.kind, index)), ids[index], bounded.kind)
-            bounded.put(request, ids)
-        request.skip(end)
-        if request.keys is not None:
-            for index in range(min(pages[0]), end // self.page_size):  # earlier pages were known before
-                self._make_known(request, request.keys, index)
+    def _fetch(self, key: bytes, num_tokens: int) -> Content | None:
+        """Returns a content of the tiers if they have it and the copy pays."""
+        return None if self._tiers is None else self._tiers.get(key, num_tokens)
 
-    def _copy(self, found: Found, content: Content, page: int, kind: int) -> None:
-        """Queues the copy of what was found onto a page, if it is not that page itself."""
-        if found.copied is not None:
-            self.copies.append(CopyPage(found.copied, page, kind))
-        elif found.shared is None:
-            self.copies.append(SwapIn(page, content, kind))
-
-    def _find_context(self, request: Request) -> tuple[int, Pages, dict[tuple[int, int], Content]] | None:
-        """Returns the end of the tokens found, their pages, and the contents that come from files or tiers."""
-        lost: set[bytes] = set()
-        while True:
-            end, pages = self._contexts.find(request, lost)
-            contents: dict[tuple[int, int], Content] = {}
-            for kind, index, one in [(k, i, one) for k, found in enumerate(pages) for i, one in found.items()]:
-                if one.key is not None and self._tiers is not None:
-                    contents[kind, index] = self._tiers.get(one.key, self.page_size)
-                    if contents[kind, index] is None:
-                        lost.add(one.key)
-                elif one.content is not None:
-                    contents[kind, index] = one.content
-            if all(content is not None for content in contents.values()):
-                return (end, pages, contents) if pages else None
-
-    def _share_page(self, request: Request) -> bool:
-        """Skips the request's next page by sharing it from the pool; False if the pool does not have it."""
-        index = request.num_computed // self.page_size
-        page = self._finder.cached_page(request, index)
-        if page is None:
-            return False
-        self.pages.acquire(page)
-        self.pages.release(request.pages[index : index + 1])  # a page that it owned and had filled in part, if any
-        request.put_page(index, page)
-        request.skip((index + 1) * self.page_size)
-        return True
-
-    def _fill_page(self, request: Request) -> bool:
-        """Skips the request's next page, or part of it, by copying its content; False if there is no source."""
-        index = request.num_computed // self.page_size
-        if index >= len(request.pages) or (found := self._finder.copy_source(request, index)) is None:
-            return False
-        self._fill(request, index, *found)
-        request.skip(found[0])
-        return True
-
-    def _fill(self, request: Request, index: int, end: int, source: Source) -> None:
-        """Queues a copy of `source`, valid up to token `end`, onto a page of the request."""
-        page = request.pages[index]
-        self.copies.append(CopyPage(source, page) if isinstance(source, int) else SwapIn(page, source))
-        if request.keys is not None and end == (index + 1) * self.page_size:
-            self._make_known(request, request.keys, index)
+    def _peek(self, key: bytes, num_tokens: int) -> Content | None:
+        """Returns True in place of a content that the tiers have."""
+        return True if self._tiers is not None and self._tiers.has(key) else None

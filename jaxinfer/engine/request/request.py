@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
-from weakref import ReferenceType, ref
+from typing import Literal, Protocol
 
 import numpy as np
 
 from jaxinfer.engine.request.completion import Completion, Delta, FinishReason, Timings
 from jaxinfer.engine.request.output_record import OutputRecord, SampledToken
 from jaxinfer.engine.request.page_keys import PageKeys
+from jaxinfer.engine.request.page_table import PageTable
 from jaxinfer.engine.request.state_pooling import StatePooling
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
 
@@ -91,16 +91,8 @@ class QueueFullError(RuntimeError):
     """More requests would wait than `EngineConfig.max_waiting` allows its tenant. Nothing was queued; try later."""
 
 
-@dataclass(slots=True)
-class BoundedTable:
-    """A request's pages of a further kind, by index; those before `first` are freed, and their ids are not its own."""
-
-    pages: tuple[int, ...] = ()
-    first: int = 0
-
-
 class Request:
-    """One sample of a prompt: the first `num_computed` of its tokens are in the cache, in `pages`.
+    """One sample of a prompt: the first `num_computed` of its tokens are in the cache, in the pages of its `table`.
 
     While a decode loop is under way, some of these tokens are not known yet.
 
@@ -117,36 +109,10 @@ class Request:
     # Each step accesses a dozen of these per row; attributes in a dictionary take a quarter longer.
     __slots__ = (
         *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens", "max_len"),
-        *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "record"),
-        *("num_computed", "num_pending", "epoch", "num_cached_tokens", "pages", "keys", "cache_salt", "shared_prompt"),
-        "adapter",
-        *(
-            "__weakref__",
-            "_origin",
-            "saved",
-            "num_saved",
-            "bounded",
-            "bounded_saved",
-            "finish_reason",
-            "check",
-            "mask_seconds",
-            "mask_step",
-            "num_swapped_tokens",
-            "_num_reached",
-            "stop_token_ids",
-            "grammar",
-        ),
-        *(
-            "is_plain",
-            "evicted",
-            "rotated_sinks",
-            "num_evicted_tokens",
-            "detokenizer",
-            "pooling",
-            "prediction",
-            "replica",
-            "left_after",
-        ),
+        *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "record", "stop_token_ids"),
+        *("num_computed", "num_pending", "epoch", "num_cached_tokens", "table", "keys", "cache_salt", "shared_prompt"),
+        *("adapter", "prediction", "replica", "left_after", "finish_reason", "check", "_num_reached", "__weakref__"),
+        *("grammar", "mask_seconds", "mask_step", "is_plain", "detokenizer", "pooling"),
     )
 
     def __init__(
@@ -187,11 +153,7 @@ class Request:
         self.num_pending = 0  # tokens that a launched step samples: they count, but the host does not know them yet
         self.epoch = 0  # rewinding and finishing increase it: results of steps launched before are discarded
         self.num_cached_tokens = 0
-        self.pages: tuple[int, ...] = ()  # a new tuple on every change, so a step finds unchanged tables cheaply
-        self.evicted = range(0)  # indices of freed pages behind the window: their ids in `pages` are not its own
-        self.rotated_sinks: tuple[int, ...] = ()  # copies of the sink pages, rotated by `num_evicted_tokens` positions
-        self.num_evicted_tokens = 0  # tokens of an endless request that attention and `table` leave out
-        self.bounded: tuple[BoundedTable, ...] = ()  # per further kind of pages, if the model has several
+        self.table = PageTable()
         self.keys = keys
         self.cache_salt = cache_salt
         self.adapter = adapter
@@ -199,12 +161,7 @@ class Request:
         self.replica: int | None = None  # where it runs or ran last
         self.left_after = 0  # the last step of that replica that may contain it, if it waits again
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
-        self._origin: ReferenceType[Request] | None = None
-        self.saved: Mapping[int, Any] = {}  # page contents from a saved request's file, by page index
-        self.num_saved = 0  # tokens that `saved` covers
-        self.bounded_saved: Sequence[Mapping[int, Any]] = ()  # as `saved`, per further kind of pages
         self.finish_reason: FinishReason | None = None
-        self.num_swapped_tokens = 0  # `num_known` at its last preemption, when its last page went to a tier
         self._num_reached = 0  # the largest `num_computed` before a rewind or preemption lowered it
         self.max_tokens = max_tokens
         self.max_len = self.num_prompt_tokens + max_tokens
@@ -227,29 +184,6 @@ class Request:
     @property
     def deadline(self) -> float:
         return self.arrival + self.time_limit
-
-    @property
-    def origin(self) -> Request | None:
-        """The request that it was forked from, whose pages it may copy; None once that one is gone."""
-        return None if self._origin is None else self._origin()
-
-    @origin.setter
-    def origin(self, origin: Request | None) -> None:
-        self._origin = None if origin is None else ref(origin)  # else a branch would keep all of its ancestors
-
-    @property
-    def table(self) -> tuple[int, ...]:
-        """The block table: the pages that its next tokens attend to, and are written to, in order."""
-        return self.rotated_sinks + self.pages[self.evicted.stop :] if self.num_evicted_tokens else self.pages
-
-    @property
-    def owned_pages(self) -> tuple[int, ...]:
-        return self.pages[: self.evicted.start] + self.pages[self.evicted.stop :] + self.rotated_sinks
-
-    def put_page(self, index: int, page: int) -> None:
-        """Replaces the page at `index` of `pages`, or appends it if `index` is the end."""
-        if self.pages[index : index + 1] != (page,):
-            self.pages = (*self.pages[:index], page, *self.pages[index + 1 :])
 
     @property
     def num_uncomputed(self) -> int:
@@ -290,7 +224,7 @@ class Request:
         for output in kept:
             self.append(*output)
         self.keys = None if self.keys is None else self.keys.begin_again(len(self.token_ids))
-        self.num_saved = min(self.num_saved, len(self.token_ids))
+        self.table.num_saved = min(self.table.num_saved, len(self.token_ids))
 
     def begin_again(self, keys: PageKeys | None) -> None:
         """Discards everything computed for a request without pages except its tokens; its pages get other keys.
@@ -301,15 +235,11 @@ class Request:
         self.epoch += 1
         self.num_pending = 0
         self.keys = keys
-        self.forget_sources()
+        self.table.forget_sources()
         if len(self.shared_prompt.prompt_log_probs) < self.num_prompt_tokens:
             self.shared_prompt.prompt_log_probs, self.shared_prompt.prompt_top_log_probs = [None], [{}]
         if self.pooling is not None:
             self.pooling.begin_again()
-
-    def forget_sources(self) -> None:
-        """Drops the reference to its origin and the contents of its file."""
-        self.origin, self.saved, self.bounded_saved, self.num_saved = None, {}, (), 0
 
     def give_up(self, num_computed: int) -> None:
         """Lowers `num_computed`: later tokens are no longer in the cache."""

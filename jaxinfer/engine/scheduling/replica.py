@@ -57,7 +57,7 @@ def choose_replica(request: Request, replicas: Sequence[Replica], home: Replica 
     copies, if there is room. `home` is the replica where it ran last, of any role.
     """
     allowed = [replica for replica in replicas if replica.may_run(request, home)]
-    if (origin := request.origin) is not None:
+    if (origin := request.table.origin) is not None:
         beside = [replica for replica in allowed if origin.replica == replica.index]
         if beside and beside[0].running.has_room(request):
             return beside[0]

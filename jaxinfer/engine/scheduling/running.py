@@ -106,8 +106,8 @@ class RunningQueue(Sequence[Request]):
 
         Requests with a sliding window get at most the pages of one window.
         """
-        if request.origin is not None and request.origin.replica != self._index:
-            request.origin = None  # its pages are in another pool
+        if (origin := request.table.origin) is not None and origin.replica != self._index:
+            request.table.origin = None  # its pages are in another pool
         request.replica = self._index
         self._decode_rows = None
         self._requests.append(request)
@@ -162,18 +162,11 @@ class RunningQueue(Sequence[Request]):
         """Returns one token per request if all decode, as in the last step, and free pages suffice; else None."""
         if self._decode_rows is None:
             return None
-        requests, page_size, windowed = self._decode_rows.requests, self._tables.page_size, self._tables.windowed
+        requests, page_size = self._decode_rows.requests, self._tables.page_size
         starts = [request.num_computed for request in requests]
         for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others need no page
-            if windowed.is_endless:
-                windowed.evict_behind_window(requests[row])
-            num_missing = self._tables.num_missing(requests[row], 1)
-            if num_missing > self._tables.pages.num_available:
+            if not self._tables.reserve(requests[row], 1):
                 return None
-            self._tables.extend(requests[row], num_missing)
-            self._tables.extend_further(requests[row], 1)
-            if windowed.is_endless:
-                windowed.rotate_sinks(requests[row])
         for tenant, count in self._decode_rows.tenants.items():
             self._waiting.charge(tenant, count)
         return Chunks(self._decode_rows, starts, [1] * len(starts))
@@ -184,7 +177,7 @@ class RunningQueue(Sequence[Request]):
         lens: list[int] = []
         are_decoding = True
         for request in step_order(self.advancing):
-            if not request.pages:  # preempted for an earlier request of this loop
+            if not request.table.pages:  # preempted for an earlier request of this loop
                 continue
             if request in waiting:
                 continue
@@ -193,8 +186,8 @@ class RunningQueue(Sequence[Request]):
                 if are_decoding and requests:  # the first after all decoding requests
                     budget -= min(num_reserved, budget // 2)
                 are_decoding = False
-                self._tally.num_found_tokens += self._tables.share_prefix(request)
-                num_tokens = min(request.num_uncomputed, self._tables.windowed.max_uniform_chunk(request))
+                self._tally.num_found_tokens += self._tables.share(request)
+                num_tokens = min(request.num_uncomputed, self._tables.max_chunk(request))
             start, num_tokens = request.num_computed, min(num_tokens, budget)
             if num_tokens == 0 or not self._make_room(request, num_tokens, requests):
                 continue
@@ -314,19 +307,10 @@ class RunningQueue(Sequence[Request]):
         Preempts batch work first, the latest admitted first. Never preempts a request in `scheduled`, which already has
         its part of this step.
         """
-        windowed = self._tables.windowed
-        if windowed.is_endless:
-            windowed.evict_behind_window(request)
-        num_missing = self._tables.num_missing(request, num_tokens)
-        while num_missing > self._tables.pages.num_available:
+        while not self._tables.reserve(request, num_tokens):
             line = sorted(self._requests, key=lambda other: other.is_preemptible)
             victim = next((other for other in reversed(line) if other not in scheduled), request)
             self.preempt(victim)
             if victim is request:
                 return False
-        if num_missing > 0:  # rarely true for a decoding request
-            self._tables.extend(request, num_missing)
-        self._tables.extend_further(request, num_tokens)
-        if windowed.is_endless:
-            windowed.rotate_sinks(request)
         return True

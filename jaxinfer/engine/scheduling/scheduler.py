@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
-from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.completion import Delta, FinishReason
 from jaxinfer.engine.request.page_keys import PageKeys
@@ -97,7 +97,7 @@ class Scheduler:
     max_loop_seconds: after a loop that took longer, decode steps are single for a while
     tiers: store the pages that are evicted from the pools
     window: the pages of a request behind this window are released while the request runs
-    further: the model's further kinds of pages
+    bounded: the model's bounded kinds of pages
     speculation: adds drafts to steps in which every request decodes; with one replica
     targets: the latency targets that the goodput counts by
     clock: returns seconds and never goes back
@@ -119,7 +119,7 @@ class Scheduler:
         max_loop_seconds: float = math.inf,
         tiers: PageTiers | None = None,
         window: AttentionWindow | None = None,
-        further: Sequence[BoundedKind] = (),
+        bounded: Sequence[BoundedKind] = (),
         speculation: Speculator | None = None,
         targets: Targets = NO_TARGETS,
         clock: Callable[[], float] = time.monotonic,
@@ -143,7 +143,7 @@ class Scheduler:
         shared = {"waiting": self._waiting, "tally": self._tally, "observers": self.observers}
         self.replicas: list[Replica] = []
         for index in range(num_replicas):
-            tables = BlockTables(num_pages, page_size, tiers, window, further)
+            tables = BlockTables(num_pages, page_size, tiers, window, bounded)
             hands_over = index < num_prefill_replicas
             running = RunningQueue(max_num_seqs, tables=tables, index=index, hands_over=hands_over, **shared)
             self.replicas.append(Replica(index, tables, running))
@@ -408,7 +408,7 @@ class Scheduler:
         rows, most = chunks.rows, self._decode_loop_steps - 1
         if rows.form == "full" or rows.pool_states or not chunks.are_last_tokens:
             return chunks
-        max_new_tokens = [1 + tables.extend_ahead(request, most) for request in chunks.requests]
+        max_new_tokens = [1 + tables.reserve_ahead(request, most) for request in chunks.requests]
         for request, count in zip(chunks.requests, max_new_tokens, strict=True):
             self._waiting.charge(request.tenant, count - 1)
         return replace(chunks, max_new_tokens=max_new_tokens)

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import overload
 
 from jaxinfer.engine.kv_cache.page_transfers import PageTransfers
+from jaxinfer.engine.request.page_table import KindTable
 from jaxinfer.engine.request.request import Request
 from jaxinfer.sampling_params import Form, widest_form
 
@@ -79,6 +80,11 @@ class Rows:
     def adapter_slots(self) -> Sequence[int]:
         """Returns the slot of each request's adapter, 0 without one."""
         return [0 if request.adapter is None else request.adapter.slot for request in self.requests]
+
+    @cached_property
+    def tables(self) -> Sequence[Sequence[KindTable]]:
+        """Returns the requests' tables of each kind of pages, which they keep while they run."""
+        return list(zip(*[request.table.kinds for request in self.requests], strict=True))
 
     @cached_property
     def tenants(self) -> Mapping[str, int]:

@@ -190,7 +190,7 @@ class Speculation:
         return all(not self.proposer.takes_trees and other.sampling.prompt_log_probs is None for other in others)
 
     def _draft(self, requests: Sequence[Request], num_others: int, tables: BlockTables) -> Sequence[Drafts]:
-        limits = [tables.extend_ahead(request, self._max_drafts) for request in requests]
+        limits = [tables.reserve_ahead(request, self._max_drafts) for request in requests]
         if self._policy is not None:
             return self._policy.draft(requests, limits, num_others, self._attempt)
         room = min(self._max_tokens - len(requests) - num_others, sum(limits))

@@ -152,7 +152,7 @@ def made_up_step(num_tokens: int, num_rows: int, page_size: int, q_len: int = 1)
         token_ids = [0] * (page_size - q_len)
         greedy = SamplingParams(temperature=0)
         request = Request(-1 - row, token_ids, greedy, seed=0, max_tokens=1, stop_token_ids=(), detokenizer=None)
-        request.pages = (row,)
+        request.table.first.pages = (row,)
         num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
         chunks.append(Chunk(request, len(token_ids) - 1, 1, drafts=[0] * num_drafts))
     return Step(Chunks.of(chunks), is_ahead=num_tokens == num_rows)

@@ -126,7 +126,7 @@ def test_no_decode_loop_changes_a_bit_and_pages_are_bounded_all_the_time(looping
 
 
 def num_pages_of(request) -> int:
-    return len(set(request.owned_pages))
+    return len(set(request.table.first.owned_pages))
 
 
 def turn_nothing(copy):

@@ -187,11 +187,11 @@ def test_asking_for_alternatives_changes_no_token(llm):
 
 
 def read_pages_in_the_wrong_order(requests):
-    requests[0].pages = requests[0].pages[::-1]
+    requests[0].table.first.pages = requests[0].table.pages[::-1]
 
 
 def write_to_a_page_of_another(requests):
-    requests[1].pages = (*requests[1].pages[:-1], requests[0].pages[-1])
+    requests[1].table.first.pages = (*requests[1].table.pages[:-1], requests[0].table.pages[-1])
 
 
 @pytest.mark.parametrize("fault", [None, read_pages_in_the_wrong_order, write_to_a_page_of_another])
@@ -200,13 +200,13 @@ def test_one_wrong_page_id_in_one_step_shows(llm, alone, monkeypatch, fault):
 
     def launch_with_fault(step):
         requests = [chunk.request for chunk in step.chunks]
-        kept = [request.pages for request in requests]
+        kept = [request.table.pages for request in requests]
         if next(calls) == 5 and fault is not None:
             assert len(requests) == 2
             fault(requests)
         output = launch(step)
         for request, pages in zip(requests, kept, strict=True):
-            request.pages = pages
+            request.table.first.pages = pages
         return output
 
     forget_prefixes(llm)

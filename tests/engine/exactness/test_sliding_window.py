@@ -230,7 +230,7 @@ def test_a_saved_request_takes_only_the_pages_of_its_window_along(llm, roomy_llm
 
     request_id = roomy_llm.restore(tmp_path / "request")
     restored = scheduler_of(roomy_llm).find(request_id)
-    num_saved = len(restored.saved)
+    num_saved = len(restored.table.saved[0])
 
     assert content_of(completions_of(drain(roomy_llm))[request_id]) == expected
     assert roomy_llm.metrics().num_prefill_tokens == before
@@ -267,7 +267,7 @@ def test_a_page_that_another_request_sees_stays_with_it():
     engine.step()
     second = engine.add(1, prompt=[*prompt[:40], *range(200, 230)], max_tokens=30, cache_salt="")
     engine.step()
-    assert first.pages[:2] == second.pages[:2]
+    assert first.table.pages[:2] == second.table.pages[:2]
 
     engine.run()
 

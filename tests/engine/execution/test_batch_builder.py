@@ -35,7 +35,7 @@ def make_chunk(start: int, num_tokens: int, first_page: int = 0, sampling: Sampl
     tokens = [100 + i for i in range(start + num_tokens)]
     sampling = sampling or SamplingParams()
     request = Request(0, tokens, sampling, seed=first_page, max_tokens=1, stop_token_ids=(), detokenizer=None)
-    request.pages = tuple(range(first_page, first_page + num_pages))
+    request.table.first.pages = tuple(range(first_page, first_page + num_pages))
     return Chunk(request, start, num_tokens)
 
 
@@ -102,7 +102,7 @@ def test_the_batch_describes_the_chunks_of_the_step_and_nothing_else(case):
     for row, chunk in enumerate(step.chunks):
         start, end = end, end + chunk.num_tokens
         positions = range(chunk.start, chunk.start + chunk.num_tokens)
-        pages = chunk.request.pages
+        pages = chunk.request.table.pages
         assert (batch.cu_q_lens[row], batch.cu_q_lens[row + 1]) == (start, end)
         assert batch.kv_lens[row] == positions.stop
         assert batch.tokens[start:end].tolist() == [100 + p for p in positions]

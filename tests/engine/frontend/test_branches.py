@@ -99,8 +99,8 @@ def test_a_branch_shares_full_pages_and_copies_the_last(llm):
         llm.step()
 
     origin, branch = (scheduler_of(llm).find(i) for i in (request_id, branch_id))
-    assert origin.pages[:2] == branch.pages[:2]
-    assert origin.pages[2] != branch.pages[2]
+    assert origin.table.pages[:2] == branch.table.pages[:2]
+    assert origin.table.pages[2] != branch.table.pages[2]
     assert (branch.num_output_tokens, llm.metrics().num_prefill_tokens) == (21, before)
     for i in (request_id, branch_id):
         llm.abort(i)

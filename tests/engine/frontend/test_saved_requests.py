@@ -77,7 +77,7 @@ def test_a_restored_request_and_its_branches_free_the_contents_of_the_file(llm, 
     poison_cache(llm)
     restored_id = llm.restore(tmp_path / "request")
     branch_id = llm.fork(restored_id)
-    contents = [weakref.ref(content) for content in scheduler_of(llm).find(restored_id).saved.values()]
+    contents = [weakref.ref(content) for content in scheduler_of(llm).find(restored_id).table.saved[0].values()]
 
     for i in (restored_id, branch_id):
         run_for(llm, i, 21)

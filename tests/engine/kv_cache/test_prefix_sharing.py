@@ -63,8 +63,8 @@ def test_a_prefix_is_shared_with_a_request_that_is_still_running():
 
     assert step is not None
     assert [(c.request.request_id, c.start) for c in step.chunks] == [(50, 41), (51, 32)]
-    assert first.pages[:2] == second.pages[:2]
-    assert first.pages[2] != second.pages[2]
+    assert first.table.pages[:2] == second.table.pages[:2]
+    assert first.table.pages[2] != second.table.pages[2]
 
 
 def test_the_last_token_is_computed_even_where_all_pages_are_known():
@@ -149,7 +149,7 @@ def test_pages_computed_twice_in_one_step_are_kept_once():
 
     scheduler.commit(step, device.run(step))
 
-    assert [request.pages[:2] for request in requests] == [requests[0].pages[:2]] * 3
+    assert [request.table.pages[:2] for request in requests] == [requests[0].table.pages[:2]] * 3
     assert scheduler.num_available_pages == 16 - 2 - 3
 
 

@@ -11,7 +11,7 @@ from weakref import ref
 import pytest
 
 from jaxinfer.engine.frontend.branches import fork, rewind
-from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from tests.allocations import memory_stays, num_requests
@@ -48,7 +48,7 @@ class Machine:
         limits = {"max_num_batched_tokens": 8, "num_pages": 40, "page_size": S, **limits}
         kinds = [BoundedKind(-(-max(w - 1, 0) // S), 40, is_state=w == 0) for w in further]
         self.scheduler = Scheduler(
-            max_num_seqs=max_num_seqs, window=window_of(window, S, 8), further=kinds, clock=lambda: 0.0, **limits
+            max_num_seqs=max_num_seqs, window=window_of(window, S, 8), bounded=kinds, clock=lambda: 0.0, **limits
         )
         self.replica = self.scheduler.replicas[0]
         self.device = FakeDevice(S, None, window, further)
@@ -67,15 +67,14 @@ class Machine:
     def restored(self, request: Request) -> Request:
         """Returns the request as from a file, in place of the one given; nothing of it is left in any page."""
         restored = fork(request, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(request))
-        kept = [index for index in range(len(request.pages)) if index not in request.evicted]
-        restored.saved = {index: Content(self.device.content(request.pages[index])) for index in kept}
-        restored.num_saved = request.num_computed
-        restored.bounded_saved = [
-            {i: self.device.bounded[kind][table.pages[i]] for i in range(table.first, len(table.pages))}
-            for kind, table in enumerate(request.bounded)
+        first, *bounded = [table.by_index for table in request.table.kinds]
+        restored.table.saved = [
+            {index: Content(self.device.content(page)) for index, page in first.items()},
+            *({i: self.device.bounded[kind][page] for i, page in pages.items()} for kind, pages in enumerate(bounded)),
         ]
+        restored.table.num_saved = request.num_computed
         self.scheduler.abort(request.request_id)
-        for pages in (self.replica.tables.pages, *(bounded.pages for bounded in self.replica.tables.further)):
+        for pages in [pool.pages for pool in self.replica.tables.pools]:
             pages.evict(pages.num_cached)
         self.scheduler.add(restored)
         return restored
@@ -140,14 +139,14 @@ def test_a_restored_request_drops_its_file_when_it_has_its_pages(model, num_back
     if num_back:
         rewind(restored, num_back, ADMISSION)
     begun = list(restored.token_ids)
-    contents = [ref(content) for content in restored.saved.values()]  # the fake device copies only these
+    contents = [ref(content) for content in restored.table.saved[0].values()]  # the fake device copies only these
     branch = machine.fork(restored)
     num_prefill_tokens = machine.scheduler.metrics().num_prefill_tokens
 
     machine.run_for(branch, branch.num_output_tokens + 1)
 
     for one in (restored, branch):
-        assert (one.saved, one.bounded_saved, one.num_saved) == ({}, (), 0)
+        assert (one.table.saved, one.table.num_saved) == ((), 0)
     assert contents
     assert not any(content() for content in contents)
     assert num_back or machine.scheduler.metrics().num_prefill_tokens == num_prefill_tokens

@@ -70,7 +70,7 @@ def assert_nothing_is_left(group: Group) -> None:
     for replica in group.scheduler.replicas:
         assert not replica.running.prefilled
         assert not replica.running.arriving
-        assert all(bounded.pages.num_available == bounded.pages.num_pages for bounded in replica.tables.further)
+        assert all(pool.pages.num_available == pool.pages.num_pages for pool in replica.tables.pools)
 
 
 @pytest.mark.parametrize(

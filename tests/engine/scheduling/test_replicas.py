@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.engine.execution.pipeline import Pipeline, advance
 from jaxinfer.engine.frontend.branches import fork, rewind
-from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.request.request import QueueFullError, Request
 from jaxinfer.engine.scheduling.scheduler import Scheduler
@@ -37,7 +37,7 @@ class Group:
             num_replicas=num_replicas,
             tiers=tiers,
             window=window_of(sight, PAGE, limits["max_num_batched_tokens"]),
-            further=[self.plan_kind(window, limits["max_num_seqs"]) for window in further],
+            bounded=[self.plan_kind(window, limits["max_num_seqs"]) for window in further],
             clock=lambda: self.now,
         )
         self.devices = [FakeDevice(PAGE, tiers, sight, further) for _ in range(num_replicas)]

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.frontend.branches import fork, rewind
-from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import Request
@@ -100,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             decode_loop_steps=loop_steps if max_drafts is None else 1,
             tiers=self.tiers,
             window=self.attention_window,
-            further=[self.plan_kind(window) for window in further],
+            bounded=[self.plan_kind(window) for window in further],
             clock=lambda: self.now,
         )
         self.replica = self.scheduler.replicas[0]
@@ -187,15 +187,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.unfinished(number)
         device = self.device_after_copies()
         restored = fork(request, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(request))
-        restored.sample_index, restored.origin = request.sample_index, None
-        if request.pages:
-            kept = [index for index in range(len(request.pages)) if index not in request.evicted]
-            restored.saved = {index: device.content(request.pages[index]) for index in kept}
-            restored.num_saved = request.num_known
-            restored.bounded_saved = [
-                {i: device.bounded[kind].get(table.pages[i]) for i in range(table.first, len(table.pages))}
-                for kind, table in enumerate(request.bounded)
+        restored.sample_index, restored.table.origin = request.sample_index, None
+        if request.table.pages:
+            first, *bounded = [table.by_index for table in request.table.kinds]
+            restored.table.saved = [
+                {index: device.content(page) for index, page in first.items()},
+                *({i: device.bounded[kind].get(page) for i, page in own.items()} for kind, own in enumerate(bounded)),
             ]
+            restored.table.num_saved = request.num_known
         self.begin(restored)
 
     def begin(self, request):
@@ -274,7 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([8, 1, 2, 3]))
     def evict(self, count):
-        for pages in [self.replica.tables.pages, *(b.pages for b in self.replica.tables.further)]:
+        for pages in [pool.pages for pool in self.replica.tables.pools]:
             pages.evict(count)
 
     # In earnest it happens in schedule() alone: launched steps are entered by then, and an interrupted one is given up.
@@ -297,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.start == chunk.request.num_computed
             assert 1 <= chunk.num_tokens <= chunk.request.num_uncomputed
             num_slots = chunk.num_tokens + len(chunk.drafts) + chunk.max_new_tokens - 1
-            assert len(chunk.request.pages) * self.page_size >= chunk.start + num_slots
+            assert len(chunk.request.table.pages) * self.page_size >= chunk.start + num_slots
             assert not chunk.drafts or (chunk.num_tokens == 1 and chunk.is_last)
         decoded = [chunk.request for chunk in chunks if chunk.request in decoding]
         assert {*decoded} == {r for r in decoding if r in self.replica.running}, "a decoding request was held up"
@@ -312,8 +311,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens + len(chunk.drafts) + chunk.max_new_tokens - 1
             first, last = chunk.start // self.page_size, (end - 1) // self.page_size
-            assert first >= chunk.request.evicted.stop, "a page is written that was given back"
-            for page in [*chunk.request.pages[first : last + 1], *chunk.request.rotated_sinks]:
+            table = chunk.request.table.first
+            assert first >= table.freed.stop, "a page is written that was given back"
+            for page in [*table.pages[first : last + 1], *table.rotated_sinks]:
                 assert pages.num_users(page) == 1, "a page is written by one and read by another"
                 assert page not in pages._key_of, "a page is written whose content is known"
 
@@ -341,21 +341,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_page_is_free_or_cached_or_owned_and_its_users_are_counted(self):
         if not hasattr(self, "scheduler"):
             return
-        pages = self.replica.tables.pages
-        users = Counter(page for r in self.replica.running for page in r.owned_pages)
-        assert [pages.num_users(page) for page in range(self.num_pages)] == [users[p] for p in range(self.num_pages)]
-        assert sorted([*pages._free, *pages._cached, *users]) == list(range(self.num_pages)), "a page is lost"
-        assert pages._page_of == {key: page for page, key in pages._key_of.items()}
-        assert set(pages._cached) <= set(pages._key_of)
-        assert not set(pages._free) & set(pages._key_of)
-        for kind, bounded in enumerate(self.replica.tables.further):
-            tables = [r.bounded[kind] for r in self.replica.running if r.bounded]
-            users = Counter(page for table in tables for page in table.pages[table.first :])
-            pages = bounded.pages
+        for pool in self.replica.tables.pools:
+            pages = pool.pages
+            users = Counter(page for r in self.replica.running for page in pool.table_of(r).owned_pages)
             all_pages = range(pages.num_pages)
             assert [pages.num_users(page) for page in all_pages] == [users[page] for page in all_pages]
-            assert sorted([*pages._free, *pages._cached, *users]) == [*all_pages], "a page of a further kind is lost"
-            assert not any(r.bounded and r.bounded[kind].pages for r in self.requests.values() if not r.pages)
+            assert sorted([*pages._free, *pages._cached, *users]) == [*all_pages], "a page is lost"
+            assert pages._page_of == {key: page for page, key in pages._key_of.items()}
+            assert set(pages._cached) <= set(pages._key_of)
+            assert not set(pages._free) & set(pages._key_of)
+        assert self.replica.tables.pages.num_pages == self.num_pages
 
     @invariant()
     def limits_are_kept_and_each_request_finds_its_own_tokens(self):
@@ -364,14 +359,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.replica.running
         waiting = [r for r in self.scheduler._requests.values() if r not in running]
         assert len(running) <= self.max_num_seqs
-        assert not any(
-            r.pages or r.rotated_sinks or r.evicted or r.num_evicted_tokens or r.num_computed for r in waiting
-        )
+        tables = [table for request in waiting for table in request.table.kinds]
+        assert not any(t.pages or t.rotated_sinks or t.freed or t.num_evicted_tokens for t in tables)
+        assert not any(request.num_computed for request in waiting)
+        ended = [request for request in self.requests.values() if request.finish_reason is not None]
+        assert not any(table.pages for request in ended for table in request.table.kinds)
         unfinished = [r.request_id for r in self.requests.values() if r.finish_reason is None]
         assert sorted(r.request_id for r in [*running, *waiting]) == unfinished
         device = self.device_after_copies()
         for request in running:
-            assert len(request.pages) >= -(-request.num_computed // self.page_size)
+            assert len(request.table.pages) >= -(-request.num_computed // self.page_size)
             assert request.num_uncomputed > 0, "nothing is left to compute"
             device.check_context(request, request.num_computed)
             if self.pipeline._interrupted is None:  # else a state may have seen a step's tokens or not
@@ -386,11 +383,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sum(chunk.num_tokens + chunk.max_new_tokens - 1 for chunk in chunks)
 
     def has_no_more_pages_than_its_window_needs(self, request: Request):
-        owned = request.owned_pages
+        table = request.table.first
+        owned = table.owned_pages
         assert len(owned) == len(set(owned))
         if self.window is None or request.sampling.reads_context:
-            assert not request.evicted
-            assert not request.rotated_sinks
+            assert not table.freed
+            assert not table.rotated_sinks
         elif isinstance(self.window, Endless):
             num_sinks, num_seen, _ = (count // self.page_size for count in self.window)
             assert len(owned) <= num_seen + num_sinks

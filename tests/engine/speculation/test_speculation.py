@@ -170,7 +170,7 @@ def test_a_draft_model_knows_what_each_page_holds(crowded_llm, own_model):
     a, b, alike = (make_request(i, prompt, 10, cache_salt="") for i, prompt in enumerate([[7] * 40, [8] * 4, [7] * 40]))
     unseen = []
     for request, pages in ((a, (0, 1, 2)), (b, (3,)), (a, (0, 1, 2)), (b, (0,)), (a, (0, 1, 2)), (alike, (0, 1, 4))):
-        request.pages = pages
+        request.table.first.pages = pages
         unseen.append(own_model.num_unseen(request))
         while own_model.num_unseen(request) > 1:
             own_model.draft([request], [1])
@@ -519,7 +519,7 @@ class Bench:
         self.requests = [make_request(i, 4, 1000) for i in range(len(rates))]
         self.rates, self.random = rates, np.random.default_rng(0)
         for request in self.requests:
-            self.tables.extend(request, 3)
+            self.tables.reserve(request, 3 * 16)
             request.num_computed = 3
 
     def turn_to(self, request_id, rate):
@@ -527,7 +527,7 @@ class Bench:
         self.speculation.forget(self.requests[0])
         self.tables.release(self.requests[0])
         self.requests, self.rates = [make_request(request_id, 4, 128)], [rate]
-        self.tables.extend(self.requests[0], 3)
+        self.tables.reserve(self.requests[0], 3 * 16)
         self.requests[0].num_computed = 3
         self.seconds, self.num_tokens = 0.0, 0
 
@@ -725,7 +725,7 @@ def test_no_draft_is_verified_beyond_the_end_of_a_request():
 
 def test_drafts_take_no_page_from_anybody():
     bench = Bench(None, [1.0])
-    bench.requests[0].pages = bench.requests[0].pages[:1]
+    bench.requests[0].table.first.pages = bench.requests[0].table.pages[:1]
     bench.requests[0].num_computed = 14
     bench.tables.pages.allocate(bench.tables.pages.num_available)
 

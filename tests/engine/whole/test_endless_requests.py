@@ -88,7 +88,7 @@ def test_a_saved_request_takes_only_what_it_sees_along(llm, looping_llm, tmp_pat
     before = looping_llm.metrics().num_prefill_tokens
 
     request_id = looping_llm.restore(tmp_path / "request")
-    num_saved = len(scheduler_of(looping_llm).find(request_id).saved)
+    num_saved = len(scheduler_of(looping_llm).find(request_id).table.saved[0])
 
     assert content_of(completions_of(drain(looping_llm))[request_id]) == expected
     assert looping_llm.metrics().num_prefill_tokens == before

@@ -79,7 +79,7 @@ def test_running_requests_go_on_under_the_new_weights(checkpoint, params, traine
             deltas.append(delta)
             before[delta.request_id] += delta.token_ids
     assert llm.metrics().num_waiting > 0
-    assert any(request.num_swapped_tokens for request in scheduler_of(llm)._requests.values())
+    assert any(request.table.num_swapped_tokens for request in scheduler_of(llm)._requests.values())
 
     llm.update_params(params)
     assert num_owned_pages(llm) == llm.metrics().num_cached_pages == 0

@@ -1,0 +1,167 @@
+"""The pages of one kind, and the tables of the requests that own them.
+
+Requests wait and are preempted for pages of a model's first kind. The other kinds are bounded: a request keeps a window
+of its tokens or its last recurrent state, and the pool has pages for every running request.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_for
+from jaxinfer.engine.kv_cache.page_allocator import PageAllocator
+from jaxinfer.engine.kv_cache.page_transfers import Content, CopyPage, PageTransfers, RotatePages, SwapIn
+from jaxinfer.engine.request.page_table import KindTable
+from jaxinfer.engine.request.request import Request
+
+
+@dataclass(frozen=True)
+class BoundedKind:
+    """A kind of pages of which a request keeps the page of its last token and `num_kept` pages before it."""
+
+    num_kept: int
+    num_pages: int  # in the pool
+    is_state: bool = False  # a page holds the state after its last computed token
+
+    @property
+    def window(self) -> AttentionWindow:
+        return AttentionWindow(self.num_kept, self.num_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The source of a copy: a page of the pool, or a content."""
+
+    page: int | None = None
+    content: Content = None
+
+
+Found = int | Copied  # a page of the pool to be shared, or the source of a copy
+
+
+class PagePool:
+    """Gives pages of a kind to requests, and frees those behind the `window`, if there is one.
+
+    An endless request keeps its first pages, the sinks, and its block table closes the gap of the freed pages. Each
+    time it frees a page, the sinks are copied again, their keys rotated by the positions of that gap.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        pages: PageAllocator,
+        page_size: int,
+        copies: PageTransfers,
+        window: AttentionWindow | None = None,
+        is_state: bool = False,
+    ) -> None:
+        """`kind`: its index in `ModelConfig.page_kinds`."""
+        self.kind = kind
+        self.pages = pages
+        self.window = window
+        self.is_state = is_state
+        self._page_size = page_size
+        self._copies = copies
+
+    @property
+    def is_endless(self) -> bool:
+        """True if requests keep attention sinks."""
+        return self.window is not None and self.window.num_sinks > 0
+
+    def table_of(self, request: Request) -> KindTable:
+        return request.table.kinds[self.kind]
+
+    def window_of(self, request: Request) -> AttentionWindow | None:
+        """Returns the window of the request, or None if it keeps all of its pages."""
+        # Parameters that read the whole context read it in pages of the first kind.
+        return window_for(self.window, request.sampling) if self.kind == 0 else self.window
+
+    def needed(self, request: Request, num_tokens: int, first: int) -> Sequence[int]:
+        """Returns the indices, from `first` on, of the pages without which no token follows the first `num_tokens`."""
+        window, end = self.window_of(request), -(-num_tokens // self._page_size)
+        if window is None:
+            return range(first, end)
+        kept = range(max(self._first_kept(window, num_tokens), first), end)
+        return [*range(first, min(window.num_sinks, end)), *kept] if window.num_sinks else kept
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Gives the request the pages that it lacks to compute its next `num_tokens` tokens."""
+        table = self.table_of(request)
+        num_missing = -(-(request.num_computed + num_tokens) // self._page_size) - len(table.pages)
+        if num_missing > 0:
+            table.pages += tuple(self.pages.allocate(num_missing))
+
+    def put(self, request: Request, found: Mapping[int, Found], num_tokens: int) -> None:
+        """Gives the request these pages, with which its first `num_tokens` tokens are in the cache.
+
+        The shared ones have the request as a user already. Copies go to pages that it owns, or to new ones.
+        """
+        table, window = self.table_of(request), self.window_of(request)
+        if window is not None:
+            self._free(table, range(window.num_sinks, self._first_kept(window, num_tokens)))
+        pages = list(table.pages) + [0] * (max(found, default=-1) + 1 - len(table.pages))
+        for index, source in found.items():
+            own = pages[index : index + 1] if index < len(table.pages) else []
+            if isinstance(source, int):
+                self.pages.release(own)
+                pages[index] = source
+                continue
+            (pages[index],) = own or self.pages.allocate(1)
+            if source.page is not None:
+                self._copies.append(CopyPage(source.page, pages[index], self.kind))
+            else:
+                self._copies.append(SwapIn(pages[index], source.content, self.kind))
+        table.pages = tuple(pages)
+
+    def free_behind(self, request: Request, position: int) -> None:
+        """Frees the pages that no token from `position` on needs."""
+        if (window := self.window_of(request)) is not None:
+            self._free(self.table_of(request), window.behind(position // self._page_size))
+
+    def release(self, request: Request) -> None:
+        """Frees all pages of the request."""
+        table = self.table_of(request)
+        self.pages.release(table.owned_pages)
+        table.clear()
+
+    def has_lost(self, request: Request) -> bool:
+        """True if a rewind went back to tokens whose window is already freed; the request must be recomputed."""
+        if self.window is None:
+            return False
+        return self.table_of(request).freed.stop > self.window.behind(request.num_computed // self._page_size).stop
+
+    def max_uniform_chunk(self, request: Request) -> int:
+        """Returns the longest chunk, from the next token on, whose tokens all attend to the same pages."""
+        if self.window is None or not self.window.num_sinks:
+            return sys.maxsize
+        end = self.window.next_boundary(request.num_computed // self._page_size) * self._page_size
+        return end - request.num_computed
+
+    def num_missing_sinks(self, request: Request) -> int:
+        """Returns the number of pages the request lacks for rotated copies of its sinks."""
+        window = self.window
+        if window is None or not window.num_sinks or self.table_of(request).rotated_sinks:
+            return 0
+        num_tokens = request.num_computed + request.num_uncomputed
+        return window.num_sinks if num_tokens > window.num_seen * self._page_size else 0
+
+    def rotate_sinks(self, request: Request) -> None:
+        """Queues a rotated copy of the sinks if pages were freed since the last one; the request has pages for it."""
+        table = self.table_of(request)
+        num_evicted_tokens = len(table.freed) * self._page_size if table.rotated_sinks else 0
+        if num_evicted_tokens != table.num_evicted_tokens:
+            table.num_evicted_tokens = num_evicted_tokens
+            sinks = table.pages[: len(table.rotated_sinks)]
+            self._copies.append(RotatePages(sinks, table.rotated_sinks, num_evicted_tokens))
+
+    def _first_kept(self, window: AttentionWindow, num_tokens: int) -> int:
+        """Returns the first page after the sinks that a request of `num_tokens` computed tokens needs to go on."""
+        last = (num_tokens - 1) // self._page_size
+        return max(min(num_tokens // self._page_size - window.num_kept, last), window.num_sinks)
+
+    def _free(self, table: KindTable, behind: range) -> None:
+        if behind.stop > max(table.freed.stop, behind.start):
+            self.pages.release(table.pages[max(table.freed.stop, behind.start) : behind.stop])
+            table.freed = behind
