@@ -49,4 +49,6 @@ def _turn_of(llm: LLM) -> Any:
 def _become(llm: LLM, admission: Admission, window: AttentionWindow | None, turn: Any) -> None:
     forget_prefixes(llm)  # a page holds something else where a token does not see all before it
     set_admission(llm, admission)
-    scheduler_of(llm).replicas[0].tables.pools[0].window, runner_of(llm)._copiers[0]._turn = window, turn
+    pool = scheduler_of(llm).replicas[0].tables.pools[0]
+    pool.window, pool.is_endless = window, window is not None and window.num_sinks > 0
+    runner_of(llm)._copiers[0]._turn = turn

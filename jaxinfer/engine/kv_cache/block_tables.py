@@ -49,7 +49,7 @@ class BlockTables:
         for kind, (count, kept, is_state) in enumerate(plans):
             pages = PageAllocator(count, partial(self._let_go, kind))
             self.pools.append(PagePool(kind, pages, page_size, self.copies, kept, is_state))
-        self._first = self.pools[0]
+        self._first, *self._bounded = self.pools
         self.pages = self._first.pages
         self._finder = PrefixFinder(self.pools, page_size)
 
@@ -109,10 +109,12 @@ class BlockTables:
         """
         start, keys = request.num_computed, request.keys
         end, found = self._finder.find(request, self._fetch)
-        for pool, pages in zip(self.pools, found, strict=False):  # first, so that new pages evict none of these
+        if not found:
+            return 0
+        for pool, pages in zip(self.pools, found, strict=True):  # first, so that new pages evict none of these
             for page in [page for page in pages.values() if isinstance(page, int)]:
                 pool.pages.acquire(page)
-        for pool, pages in zip(self.pools, found, strict=False):
+        for pool, pages in zip(self.pools, found, strict=True):
             pool.put(request, pages, end)
         request.skip(end)
         if keys is not None:
@@ -134,7 +136,7 @@ class BlockTables:
             return False
         if num_missing > 0:  # rarely true for a decoding request
             self._extend(request, num_missing)
-        for pool in self.pools[1:]:
+        for pool in self._bounded:
             pool.extend(request, num_tokens)
         if is_endless:
             first.rotate_sinks(request)
@@ -152,7 +154,7 @@ class BlockTables:
         self._extend(request, min(num_missing, self.pages.num_available))
         room = len(request.table.pages) * self.page_size - request.num_computed - 1
         num_tokens = min(room, num_tokens)
-        for pool in self.pools[1:]:
+        for pool in self._bounded:
             pool.extend(request, 1 + num_tokens)
         return num_tokens
 
@@ -170,8 +172,9 @@ class BlockTables:
         if not request.table.pages:
             return
         if (keys := request.keys) is not None:
+            freed = request.table.first.freed
             for index in range(start // self.page_size, end // self.page_size):
-                if request.table.first.owns(index):
+                if index not in freed:
                     self._make_known(request, keys, index)
         for pool in self.pools:
             pool.free_behind(request, end - 1)
@@ -215,7 +218,7 @@ class BlockTables:
         if not table.pages:
             return True
         request.give_up(min(request.num_computed, len(request.token_ids) - 1))
-        if len(self.pools) > 1 or self._first.has_lost(request):
+        if self._bounded or self._first.has_lost(request):
             self.release(request)
             return False
         kept = -(-request.num_computed // self.page_size)
@@ -243,20 +246,17 @@ class BlockTables:
         for pool, own in zip(self.pools, pages, strict=True):
             pool.pages.release(own)
 
-    def pages_of(self, request: Request) -> list[Sequence[int]]:
-        """Returns the pages that a request owns here, of each kind, in the order of `allocate_like`."""
-        return [table.owned_pages for table in request.table.kinds]
-
     def move_to(self, request: Request, pages: Sequence[Sequence[int]]) -> None:
         """Frees the pages of a request, which goes on with those of another replica's `allocate_like`."""
-        self.give_back(self.pages_of(request))
+        self.give_back(request.table.owned_pages)
         for table, own in zip(request.table.kinds, pages, strict=True):
             table.move_to(own)
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns the number of pages of the first kind the request lacks to compute its next `num_tokens` tokens."""
         num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.table.pages)
-        return max(num_missing, 0) + self._first.num_missing_sinks(request)
+        num_missing_sinks = self._first.num_missing_sinks(request) if self._first.is_endless else 0
+        return max(num_missing, 0) + num_missing_sinks
 
     def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
         """Returns the further pages needed if the table has `num_pages` entries and the request owns `num_owned`."""
@@ -270,7 +270,7 @@ class BlockTables:
     def _extend(self, request: Request, count: int) -> None:
         """Gives the request pages of the first kind, those for rotated copies of its sinks first."""
         pages, table = self.pages.allocate(count), request.table.first
-        if num_missing_sinks := self._first.num_missing_sinks(request):
+        if self._first.is_endless and (num_missing_sinks := self._first.num_missing_sinks(request)):
             table.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
         table.pages += tuple(pages)
 
@@ -286,9 +286,8 @@ class BlockTables:
     def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
         """Registers a full page of each kind under its key, for the request and for prefix lookup."""
         key = keys.key(index, request.token_ids)
-        for pool, table in zip(self.pools, request.table.kinds, strict=True):
-            if table.owns(index):
-                table.put(index, pool.pages.register(table.pages[index], key_of_kind(key, pool.kind)))
+        for pool in self.pools:
+            pool.register(request, index, key)
         token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
         self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
 

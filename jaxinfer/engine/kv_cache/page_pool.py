@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_for
 from jaxinfer.engine.kv_cache.page_allocator import PageAllocator
 from jaxinfer.engine.kv_cache.page_transfers import Content, CopyPage, PageTransfers, RotatePages, SwapIn
+from jaxinfer.engine.request.page_keys import key_of_kind
 from jaxinfer.engine.request.page_table import KindTable
 from jaxinfer.engine.request.request import Request
 
@@ -61,14 +62,11 @@ class PagePool:
         self.kind = kind
         self.pages = pages
         self.window = window
+        # A plain attribute, because the scheduler reads it for many rows of a step.
+        self.is_endless = window is not None and window.num_sinks > 0
         self.is_state = is_state
         self._page_size = page_size
         self._copies = copies
-
-    @property
-    def is_endless(self) -> bool:
-        """True if requests keep attention sinks."""
-        return self.window is not None and self.window.num_sinks > 0
 
     def table_of(self, request: Request) -> KindTable:
         return request.table.kinds[self.kind]
@@ -115,9 +113,19 @@ class PagePool:
                 self._copies.append(SwapIn(pages[index], source.content, self.kind))
         table.pages = tuple(pages)
 
+    def register(self, request: Request, index: int, key: bytes) -> None:
+        """Gives a full page its key, by which other requests find it; `key` is that of the first kind."""
+        table = request.table.kinds[self.kind]
+        if index in table.freed:
+            return
+        page = table.pages[index]
+        known = self.pages.register(page, key_of_kind(key, self.kind))
+        if known != page:
+            table.put(index, known)
+
     def free_behind(self, request: Request, position: int) -> None:
         """Frees the pages that no token from `position` on needs."""
-        if (window := self.window_of(request)) is not None:
+        if self.window is not None and (window := self.window_of(request)) is not None:
             self._free(self.table_of(request), window.behind(position // self._page_size))
 
     def release(self, request: Request) -> None:
@@ -134,18 +142,17 @@ class PagePool:
 
     def max_uniform_chunk(self, request: Request) -> int:
         """Returns the longest chunk, from the next token on, whose tokens all attend to the same pages."""
-        if self.window is None or not self.window.num_sinks:
+        if self.window is None or not self.is_endless:
             return sys.maxsize
         end = self.window.next_boundary(request.num_computed // self._page_size) * self._page_size
         return end - request.num_computed
 
     def num_missing_sinks(self, request: Request) -> int:
         """Returns the number of pages the request lacks for rotated copies of its sinks."""
-        window = self.window
-        if window is None or not window.num_sinks or self.table_of(request).rotated_sinks:
+        if self.window is None or not self.is_endless or self.table_of(request).rotated_sinks:
             return 0
         num_tokens = request.num_computed + request.num_uncomputed
-        return window.num_sinks if num_tokens > window.num_seen * self._page_size else 0
+        return self.window.num_sinks if num_tokens > self.window.num_seen * self._page_size else 0
 
     def rotate_sinks(self, request: Request) -> None:
         """Queues a rotated copy of the sinks if pages were freed since the last one; the request has pages for it."""

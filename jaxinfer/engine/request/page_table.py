@@ -51,8 +51,7 @@ class KindTable:
 
     def put(self, index: int, page: int) -> None:
         """Replaces the page at `index`."""
-        if self.pages[index] != page:
-            self.pages = (*self.pages[:index], page, *self.pages[index + 1 :])
+        self.pages = (*self.pages[:index], page, *self.pages[index + 1 :])
 
     def move_to(self, pages: Sequence[int]) -> None:
         """Replaces the owned pages by these, in the order of `owned_pages`."""
@@ -82,6 +81,11 @@ class PageTable:
     def pages(self) -> tuple[int, ...]:
         """The pages of the first kind; a request without them has none of other kinds."""
         return self.kinds[0].pages
+
+    @property
+    def owned_pages(self) -> list[tuple[int, ...]]:
+        """The owned pages of each kind."""
+        return [table.owned_pages for table in self.kinds]
 
     @property
     def origin(self) -> Request | None:

@@ -78,8 +78,8 @@ def hand_over(request: Request, source: Replica, target: Replica, mover: PageMov
     """Moves a request with the contents of its pages; changes nothing if the copies cannot be launched."""
     new = target.tables.allocate_like(request)
     try:
-        old = source.tables.pages_of(request)
-        pairs = [list(zip(*pages, strict=True)) for pages in zip(old, new, strict=True)]
+        owned = request.table.owned_pages
+        pairs = [list(zip(*pages, strict=True)) for pages in zip(owned, new, strict=True)]
         arrival = mover.move(source, target, pairs)
     except BaseException:
         target.tables.give_back(new)

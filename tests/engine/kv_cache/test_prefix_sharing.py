@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
 
@@ -11,14 +12,18 @@ S = 16
 SHARED = list(range(40))  # two full pages and a half
 
 
-def make_scheduler(*, max_num_seqs=4, max_num_batched_tokens=64, num_pages=16) -> tuple[Scheduler, FakeDevice]:
+def make_scheduler(
+    *, max_num_seqs=4, max_num_batched_tokens=64, num_pages=16, windows=()
+) -> tuple[Scheduler, FakeDevice]:
+    """`windows`: of bounded kinds of pages, in tokens; 0 for states."""
     scheduler = Scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_pages=num_pages,
         page_size=S,
+        bounded=[BoundedKind(-(-max(window - 1, 0) // S), num_pages, is_state=window == 0) for window in windows],
     )
-    return scheduler, FakeDevice(S)
+    return scheduler, FakeDevice(S, further=windows)
 
 
 def run_to_end(scheduler: Scheduler, device: FakeDevice):
@@ -32,9 +37,9 @@ def run_to_end(scheduler: Scheduler, device: FakeDevice):
     return completions, chunks
 
 
-def after(prompt, *, cache_salt="", num_pages=16):
+def after(prompt, *, cache_salt="", num_pages=16, windows=()):
     """A scheduler that has finished a request with this prompt and 4 tokens of output."""
-    scheduler, device = make_scheduler(num_pages=num_pages)
+    scheduler, device = make_scheduler(num_pages=num_pages, windows=windows)
     scheduler.add(make_request(0, prompt, 4, cache_salt=cache_salt))
     completions, _ = run_to_end(scheduler, device)
     return scheduler, device, completions[0]
@@ -76,10 +81,11 @@ def test_the_last_token_is_computed_even_where_all_pages_are_known():
     assert chunks == [(1, 31, 1)]
 
 
+@pytest.mark.parametrize("windows", [(), (3,), (20, 3)], ids=["one kind", "a window", "two windows"])
 @pytest.mark.parametrize(("num_shared", "start"), [(33, 32), (34, 34), (45, 45), (47, 47)])
-def test_a_page_that_begins_alike_is_copied_as_far_as_it_does_if_that_is_worth_it(num_shared, start):
+def test_a_page_that_begins_alike_is_copied_as_far_as_it_does_if_that_is_worth_it(num_shared, start, windows):
     prompt = list(range(48))
-    scheduler, device, _ = after(prompt)
+    scheduler, device, _ = after(prompt, windows=windows)
     request = make_request(1, [*prompt[:num_shared], *range(100, 120)], 3, cache_salt="")
     scheduler.add(request)
 
@@ -88,6 +94,16 @@ def test_a_page_that_begins_alike_is_copied_as_far_as_it_does_if_that_is_worth_i
     assert chunks[0] == (1, start, num_shared + 20 - start)
     assert completions[1].num_cached_tokens == start
     assert list(completions[1].token_ids) == expected_tokens(request, 3)
+
+
+def test_a_page_that_begins_alike_is_not_copied_if_its_state_has_seen_later_tokens():
+    prompt = list(range(48))
+    scheduler, device, _ = after(prompt, windows=(0,))
+    scheduler.add(make_request(1, [*prompt[:45], 100, 101, 102], 1, cache_salt=""))
+
+    _, chunks = run_to_end(scheduler, device)
+
+    assert chunks == [(1, 32, 16)]
 
 
 def test_a_page_that_began_alike_is_not_copied_after_it_was_evicted():
