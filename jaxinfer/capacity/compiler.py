@@ -190,7 +190,7 @@ def step_call(
     num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
     num_kinds = len(config.page_kinds) - 1
     host = {
-        "batch": lay_out_batch([], page_size=cache.page_size, num_further_kinds=num_kinds, **sizes),
+        "batch": lay_out_batch([], page_size=cache.page_size, num_bounded_kinds=num_kinds, **sizes),
         "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
     }
     statics: dict[str, Any] = {"form": form, "sampling_log_probs": sampling_log_probs, "max_log_probs": max_log_probs}

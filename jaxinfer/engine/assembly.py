@@ -25,8 +25,8 @@ from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
 from jaxinfer.engine.execution.memory_plan import (
+    plan_bounded_kinds,
     plan_cache,
-    plan_further_kinds,
     plan_limit,
     plan_window,
     resolve_max_model_len,
@@ -275,7 +275,7 @@ def plan_host(
     max_model_len = resolve_max_model_len(model_config, config)
     cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placements[0])
     window = plan_window(model_config, config, drafter)
-    bounded = plan_further_kinds(model_config, config, max_model_len)
+    bounded = plan_bounded_kinds(model_config, config, max_model_len)
     model = f"{checkpoint.path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; its files may change
         devices = identity_of(placements)

@@ -17,8 +17,8 @@ from jaxinfer.engine.execution.memory_plan import (
     bytes_of_bounded,
     guess_memory,
     one_page,
+    plan_bounded_kinds,
     plan_cache,
-    plan_further_kinds,
     plan_limit,
     resolve_max_model_len,
 )
@@ -222,7 +222,7 @@ def fitting_rows(
     page = one_page(config, dtype)
     rows = rows_within_tokens(config, ACCELERATOR_ROWS)
     while rows > MAX_ROWS:
-        kinds = plan_further_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
+        kinds = plan_bounded_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
         bounded = replace(page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))
         needed = rows * pages_per_row * page_bytes(model_config, page, layout, kind=0, mesh=placement.mesh)
         too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row

@@ -167,7 +167,7 @@ class Row(NamedTuple):
     start: int  # position of its first token
     page_ids: Sequence[int]  # all pages of the request so far, the chunk's included
     num_evicted_tokens: int = 0  # tokens before the chunk that are evicted, so page_ids has no pages for them
-    bounded_ids: Sequence[Sequence[int]] = ()  # its pages of further kinds; any id for one that is freed
+    bounded_ids: Sequence[Sequence[int]] = ()  # its pages of bounded kinds; any id for one that is freed
 
 
 def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
@@ -183,7 +183,7 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     counts = {len(row.bounded_ids) for row in rows} or {0}
     require(len(counts) == 1, "bounded_ids", sorted(counts), "the pages of as many kinds in every row")
     sizes = {"page_size": page_size, "num_tokens": num_tokens, "num_rows": num_rows, "table_width": table_width}
-    return lay_out_batch(rows, **sizes, num_further_kinds=counts.pop())
+    return lay_out_batch(rows, **sizes, num_bounded_kinds=counts.pop())
 
 
 def lay_out_batch(
@@ -193,11 +193,11 @@ def lay_out_batch(
     num_tokens: int,
     num_rows: int,
     table_width: int,
-    num_further_kinds: int = 0,
+    num_bounded_kinds: int = 0,
 ) -> Batch:
     """Returns the batch of `make_batch` for rows of lists of integers, without checking each integer.
 
-    `num_further_kinds`: the number of kinds of pages in `bounded_ids` of each row.
+    `num_bounded_kinds`: the number of kinds of pages in `bounded_ids` of each row.
     """
     q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
@@ -210,7 +210,7 @@ def lay_out_batch(
     block_tables = make_block_tables([row.page_ids for row in rows], num_rows, table_width)
     bounded_tables = tuple(
         make_block_tables([row.bounded_ids[kind] for row in rows], num_rows, table_width)
-        for kind in range(num_further_kinds)
+        for kind in range(num_bounded_kinds)
     )
     if num_tokens == num_rows and (q_lens == 1).all():
         token_ids = np.array([row.token_ids[0] for row in rows], np.int32)

@@ -64,14 +64,14 @@ def cases_of(model: str, device: str) -> list[str]:
 
 
 def num_bounded_pages(model: str, layout: str) -> tuple[int, ...]:
-    """Returns the pages of the further kinds of a model, as the engine plans them."""
+    """Returns the pages of the bounded kinds of a model, as the engine plans them."""
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import EngineConfig
-    from jaxinfer.engine.execution.memory_plan import plan_further_kinds
+    from jaxinfer.engine.execution.memory_plan import plan_bounded_kinds
 
     num_rows, num_tokens = SIZES[layout]
     limits = EngineConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_tokens, page_size=PAGE_SIZE)
-    return tuple(kind.num_pages for kind in plan_further_kinds(published_config(model), limits, MAX_CONTEXT))
+    return tuple(kind.num_pages for kind in plan_bounded_kinds(published_config(model), limits, MAX_CONTEXT))
 
 
 def make_case(name: str, layout: str, mesh: Any) -> Case:

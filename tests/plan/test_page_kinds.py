@@ -11,8 +11,8 @@ from jaxinfer.engine.execution.memory_plan import (
     addressable_pages,
     bytes_of_bounded,
     bytes_of_page,
+    plan_bounded_kinds,
     plan_cache,
-    plan_further_kinds,
 )
 from jaxinfer.model.config import PageKind
 
@@ -77,7 +77,7 @@ def test_a_request_of_gemma_3_at_32000_tokens_keeps_a_fifth_of_the_bytes():
     config = config_of("gemma3_text", GEMMA3_27B)
 
     cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
-    (windows,) = plan_further_kinds(config, LIMITS, TOKENS)
+    (windows,) = plan_bounded_kinds(config, LIMITS, TOKENS)
     per_layer = 16 * 128 * 2 * 2  # bytes of a token: keys and values of 16 heads of 128
     kept = cache_config.num_pages * bytes_of_page(config, cache_config, None) + bytes_of_bounded(config, cache_config)
 
@@ -109,7 +109,7 @@ def test_layers_of_gemma_4_that_read_others_keep_nothing():
     config = config_of("gemma4_text", GEMMA4_E2B)
 
     cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
-    (windows,) = plan_further_kinds(config, LIMITS, TOKENS)
+    (windows,) = plan_bounded_kinds(config, LIMITS, TOKENS)
 
     assert config.page_kinds == (PageKind(), PageKind(window=512))
     assert bytes_of_page(config, cache_config, None) == 3 * S * (512 * 2 * 2) + 4 * S

@@ -79,7 +79,7 @@ class DraftSteps:
             num_tokens=num_tokens,
             num_rows=num_rows,
             table_width=target.table_width,
-            num_further_kinds=len(target.cache_config.num_bounded_pages),
+            num_bounded_kinds=len(target.cache_config.num_bounded_pages),
         )
         sampling = sampling_of_requests(
             requests,

@@ -46,7 +46,7 @@ class BatchBuilder:
         custom: tuple[str, ...] = (),
         draft_trees: bool = False,
         max_prompt_log_probs: int | None = None,
-        num_further_kinds: int = 0,
+        num_bounded_kinds: int = 0,
         has_adapters: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class BatchBuilder:
         self._custom = custom
         # The shape and rows of the last decode step, and the shared arrays.
         self._last: tuple[Bucket, Rows] | None = None
-        self._tables = [DecodeTables(table_width) for _ in range(1 + num_further_kinds)]  # per kind of pages
+        self._tables = [DecodeTables(table_width) for _ in range(1 + num_bounded_kinds)]  # per kind of pages
         self._sampling: SamplingBatch | None = None
 
     @classmethod
@@ -77,7 +77,7 @@ class BatchBuilder:
             custom=tuple(model.custom),
             draft_trees=config.draft_trees,
             max_prompt_log_probs=config.max_prompt_log_probs,
-            num_further_kinds=len(model.model_config.page_kinds) - 1,
+            num_bounded_kinds=len(model.model_config.page_kinds) - 1,
             has_adapters=config.max_adapters > 0,
             sharding=model.placement.whole,
         )
@@ -111,7 +111,7 @@ class BatchBuilder:
             num_tokens=bucket.num_tokens,
             num_rows=bucket.num_rows,
             table_width=self._table_width,
-            num_further_kinds=len(self._tables) - 1,
+            num_bounded_kinds=len(self._tables) - 1,
         )
         return batch, self._make_sampling(step, bucket)
 

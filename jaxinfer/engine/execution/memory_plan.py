@@ -115,7 +115,7 @@ def plan_cache(
     the device sets a limit. Raises ValueError if `cache_bytes` is less than one page.
     """
     window = plan_window(model_config, config, drafter)
-    num_bounded = tuple(kind.num_pages for kind in plan_further_kinds(model_config, config, max_model_len))
+    num_bounded = tuple(kind.num_pages for kind in plan_bounded_kinds(model_config, config, max_model_len))
     page = replace(one_page(config, dtype), num_bounded_pages=num_bounded)
     num_pages = max_rows(config) * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
     if config.num_pages is not None:
@@ -136,8 +136,8 @@ def plan_cache(
     return replace(page, num_pages=num_pages)
 
 
-def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_model_len: int) -> tuple[BoundedKind, ...]:
-    """Returns the further kinds of the model's pages, each with pages for `max_num_seqs` running requests."""
+def plan_bounded_kinds(model_config: ModelConfig, config: EngineConfig, max_model_len: int) -> tuple[BoundedKind, ...]:
+    """Returns the bounded kinds of the model's pages, each with pages for `max_num_seqs` running requests."""
     page_size = config.page_size
     # Tokens of a decoding request in the steps under way: two loops, or one step that verifies drafts.
     num_ahead = max(2 * loop_steps(config), 1 + config.max_drafts)
@@ -160,7 +160,7 @@ def bytes_of_bounded(
     placement: Placement = DEFAULT_DEVICE,
     layout: str | None = None,
 ) -> int:
-    """Returns the bytes of the pools of the further kinds of pages on each device; `layout` as in `abstract_cache`."""
+    """Returns the bytes of the pools of the bounded kinds of pages on each device; `layout` as in `abstract_cache`."""
     size = partial(page_bytes, model_config, cache_config, layout, mesh=placement.mesh)
     counts = list(cache_config.num_bounded_pages)
     if model_config.is_recurrent:

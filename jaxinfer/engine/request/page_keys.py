@@ -20,7 +20,7 @@ def root_key(*, model: str, params_version: str, adapter: str, cache_salt: str) 
 
 
 def key_of_kind(key: bytes, kind: int) -> bytes:
-    """Returns the key of a page's content of a further kind of pages; `key` is that of the first kind."""
+    """Returns the key of a page's content of a bounded kind of pages; `key` is that of the first kind."""
     return _digest(key + bytes([kind])) if kind else key
 
 
