@@ -281,12 +281,11 @@ class Request:
         if (stream := self.detokenizer) is not None and (text := stream.texts.get(token_id)) is None:
             text = stream.push(token_id)
             is_stop |= stream.is_stopped
-        if is_stop:
-            return self.finish("stop", text, (token_id,), (log_prob,), tops, sampling)
-        if len(self.token_ids) >= self.max_len:
-            return self.finish("length", text, (token_id,), (log_prob,), tops, sampling)
+        delta = Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index, None, tops, sampling)
+        if is_stop or len(self.token_ids) >= self.max_len:
+            return self.finish("stop" if is_stop else "length", delta)
         record.texts.append(text)
-        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index, None, tops, sampling)
+        return delta
 
     def _catch_up(self, end: int) -> None:
         """Adds the texts of tokens before `end` that the fast path appended without recording their text."""
@@ -313,25 +312,17 @@ class Request:
             f" check the checkpoint's weights, the LLM's dtype, whose range they may leave{names}"
         )
 
-    def finish(
-        self,
-        reason: FinishReason,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        log_probs: tuple[float, ...] = (),
-        top_log_probs: tuple[dict[int, float], ...] = (),
-        sampling_log_probs: tuple[float, ...] = (),
-        error: str | None = None,
-    ) -> Delta:
+    def finish(self, reason: FinishReason, last: Delta | None = None, *, error: str | None = None) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back.
 
-        If the grammar is complete, `check` is to be called before the delta is handed out.
+        `last`: the delta of the token that ends it. If the grammar is complete, `check` is to be called before the
+        delta is handed out.
         """
-        record = self.record
+        record, last = self.record, last or Delta(self.request_id, "", (), (), self.sample_index)
         self.epoch += 1
         self.num_pending = 0
-        self._catch_up(len(self.token_ids) - len(token_ids))
-        text += self.detokenizer.flush() if self.detokenizer else ""
+        self._catch_up(len(self.token_ids) - len(last.token_ids))
+        text = last.text + (self.detokenizer.flush() if self.detokenizer else "")
         record.texts.append(text)
         is_cut = self.detokenizer is not None and self.detokenizer.is_stopped  # by a stop string, before its end
         if reason == "stop" and not is_cut and self.grammar is not None and self.grammar.is_complete:
@@ -357,13 +348,4 @@ class Request:
             # The last step may have sampled no token, for lack of an allowed one.
             timings=Timings.of(self.arrival, record.first_step, record.times[: self.num_output_tokens]),
         )
-        return Delta(
-            request_id=self.request_id,
-            sample_index=self.sample_index,
-            text=text,
-            token_ids=token_ids,
-            log_probs=log_probs,
-            completion=completion,
-            top_log_probs=top_log_probs,
-            sampling_log_probs=sampling_log_probs,
-        )
+        return last._replace(text=text, completion=completion)
