@@ -97,7 +97,7 @@ class BlockTables:
         table = request.table
         table.kinds += tuple(KindTable() for _ in self.pools[len(table.kinds) :])
         num_skipped = self.share(request)
-        self._extend(request, self.num_wanted(request))
+        self._first.extend(request, self.num_wanted(request))
         num_skipped += self.share(request)  # now it has a page to which one that begins alike is copied
         table.forget_sources()
         return num_skipped
@@ -131,13 +131,12 @@ class BlockTables:
         first, is_endless = self._first, self._first.is_endless
         if is_endless:  # its next token does not attend to all pages of the tokens before
             first.free_behind(request, request.num_computed)
-        num_missing = self._num_missing(request, num_tokens)
+        num_missing = first.num_missing(request, num_tokens)
         if num_missing > self.pages.num_available:
             return False
-        if num_missing > 0:  # rarely true for a decoding request
-            self._extend(request, num_missing)
+        first.extend(request, num_missing)
         for pool in self._bounded:
-            pool.extend(request, num_tokens)
+            pool.extend(request, pool.num_missing(request, num_tokens))
         if is_endless:
             first.rotate_sinks(request)
         return True
@@ -150,12 +149,12 @@ class BlockTables:
         """
         num_to_come = request.max_len - len(request.token_ids) - request.num_pending
         num_tokens = min(num_tokens, num_to_come - 1, self.max_chunk(request) - 1)
-        num_missing = self._num_missing(request, 1 + num_tokens)
-        self._extend(request, min(num_missing, self.pages.num_available))
+        num_missing = self._first.num_missing(request, 1 + num_tokens)
+        self._first.extend(request, min(num_missing, self.pages.num_available))
         room = len(request.table.pages) * self.page_size - request.num_computed - 1
         num_tokens = min(room, num_tokens)
         for pool in self._bounded:
-            pool.extend(request, 1 + num_tokens)
+            pool.extend(request, pool.num_missing(request, 1 + num_tokens))
         return num_tokens
 
     def max_chunk(self, request: Request) -> int:
@@ -252,12 +251,6 @@ class BlockTables:
         for table, own in zip(request.table.kinds, pages, strict=True):
             table.move_to(own)
 
-    def _num_missing(self, request: Request, num_tokens: int) -> int:
-        """Returns the number of pages of the first kind the request lacks to compute its next `num_tokens` tokens."""
-        num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.table.pages)
-        num_missing_sinks = self._first.num_missing_sinks(request) if self._first.is_endless else 0
-        return max(num_missing, 0) + num_missing_sinks
-
     def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
         """Returns the further pages needed if the table has `num_pages` entries and the request owns `num_owned`."""
         num_tokens = request.num_computed + request.num_uncomputed
@@ -266,13 +259,6 @@ class BlockTables:
         if window is not None:
             count = min(count, window.most - num_owned)
         return max(count, 0)
-
-    def _extend(self, request: Request, count: int) -> None:
-        """Gives the request pages of the first kind, those for rotated copies of its sinks first."""
-        pages, table = self.pages.allocate(count), request.table.first
-        if self._first.is_endless and (num_missing_sinks := self._first.num_missing_sinks(request)):
-            table.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
-        table.pages += tuple(pages)
 
     def _sharable_pages(self, request: Request) -> dict[int, int]:
         """Returns the pages of the first kind, by index, that a request without pages is sure to share."""

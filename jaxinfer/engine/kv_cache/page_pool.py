@@ -84,12 +84,20 @@ class PagePool:
         kept = range(max(self._first_kept(window, num_tokens), first), end)
         return [*range(first, min(window.num_sinks, end)), *kept] if window.num_sinks else kept
 
-    def extend(self, request: Request, num_tokens: int) -> None:
-        """Gives the request the pages that it lacks to compute its next `num_tokens` tokens."""
-        table = self.table_of(request)
-        num_missing = -(-(request.num_computed + num_tokens) // self._page_size) - len(table.pages)
-        if num_missing > 0:
-            table.pages += tuple(self.pages.allocate(num_missing))
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Returns the number of pages the request lacks to compute its next `num_tokens` tokens."""
+        table = request.table.kinds[self.kind]
+        num_missing = max(-(-(request.num_computed + num_tokens) // self._page_size) - len(table.pages), 0)
+        return num_missing + self.num_missing_sinks(request) if self.is_endless else num_missing
+
+    def extend(self, request: Request, count: int) -> None:
+        """Gives the request new pages, those for rotated copies of its sinks first."""
+        if count == 0:  # the usual case of a decoding request
+            return
+        pages, table = self.pages.allocate(count), request.table.kinds[self.kind]
+        if self.is_endless and (num_missing_sinks := self.num_missing_sinks(request)):
+            table.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
+        table.pages += tuple(pages)
 
     def put(self, request: Request, found: Mapping[int, Found], num_tokens: int) -> None:
         """Gives the request these pages, with which its first `num_tokens` tokens are in the cache.

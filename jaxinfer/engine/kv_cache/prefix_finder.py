@@ -61,9 +61,11 @@ class PrefixFinder:
         of the pools count.
         """
         S, start, limit = self.page_size, request.num_computed, request.max_skipped
+        first, index = start // S, limit // S if start < limit else -1
         search = _Search(self, request, fetch)
-        index = limit // S if start < limit else -1
-        while index >= start // S:
+        if start and index > first and search.find_whole(self.pools[0], first) is None:
+            index = first  # the usual case of a request that computes its prompt, and cheap
+        while index >= first:
             missing = search.first_missing(index)
             if missing is not None:
                 index = missing  # so are those behind it that need it
@@ -95,6 +97,12 @@ class _Search:
             is_common = known[:count] == token_ids[:count]
             self._num_common = count if is_common else num_equal(known, token_ids)
 
+    def find_whole(self, pool: PagePool, index: int) -> Found | None:
+        """Returns the source of page `index` of a kind, filled up to its end."""
+        if (pool.kind, index) not in self._whole:
+            self._whole[pool.kind, index] = self._find(pool, index, (index + 1) * self._finder.page_size)
+        return self._whole[pool.kind, index]
+
     def first_missing(self, index: int) -> int | None:
         """Returns the first page that is needed by every token of page `index`, lies before it and is not found."""
         for pool in self._finder.pools:
@@ -104,7 +112,7 @@ class _Search:
             for needed in pool.needed(self._request, index * self._finder.page_size + 1, self._first):
                 if keeps_all:
                     self._num_scanned = needed
-                if needed < index and self._find_whole(pool, needed) is None:
+                if needed < index and self.find_whole(pool, needed) is None:
                     return needed
         return None
 
@@ -126,17 +134,12 @@ class _Search:
             found: dict[int, Found] = {}
             for index in pool.needed(self._request, end, self._first):
                 is_whole = (index + 1) * S <= end
-                one = self._find_whole(pool, index) if is_whole else self._find(pool, index, end)
+                one = self.find_whole(pool, index) if is_whole else self._find(pool, index, end)
                 if one is None:
                     return None
                 found[index] = one
             kinds.append(found)
         return kinds[::-1]
-
-    def _find_whole(self, pool: PagePool, index: int) -> Found | None:
-        if (pool.kind, index) not in self._whole:
-            self._whole[pool.kind, index] = self._find(pool, index, (index + 1) * self._finder.page_size)
-        return self._whole[pool.kind, index]
 
     def _find(self, pool: PagePool, index: int, end: int) -> Found | None:
         """Returns the source of page `index` of a kind, filled up to token `end`."""
