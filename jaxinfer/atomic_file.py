@@ -1,16 +1,23 @@
-"""Checksummed files, written atomically: to a temporary file that then replaces the target, and verified when read."""
+"""Files that processes share: replaced at once, locked, and with a checksum that a reader verifies."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 SEAL_BYTES = 32  # the digest of the rest of the file, at its beginning
 
@@ -21,27 +28,48 @@ class DamagedFileError(ValueError):
     """A file is truncated or changed."""
 
 
-def write_checked(path: Path, parts: Iterable[Any]) -> None:
-    """Writes a digest and then the buffers in order; an error leaves the old file at `path` as it was."""
-    # In the same folder, because a rename is atomic only within a file system. Each write has a name of its own.
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    digest = blake2b(digest_size=SEAL_BYTES)
+@contextlib.contextmanager
+def replacing(path: Path, aside: Path | None = None, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces `path` when the block ends; an error leaves the old file as it was.
+
+    `aside` is the temporary file, in the same folder and not there yet. By default each write has a name of its own.
+    """
+    # A rename is atomic only within a file system.
+    aside = aside or path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        with aside.open("wb") as file:
-            file.write(bytes(SEAL_BYTES))
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.seek(0)
-            file.write(digest.digest())
+        with open(aside, "xb", opener=partial(os.open, mode=mode)) as file:
+            yield file
         aside.replace(path)
     except BaseException:  # also on an interrupt: otherwise the temporary file would stay
         aside.unlink(missing_ok=True)
         raise
 
 
+def try_lock(file: Any) -> bool:
+    """Locks an open file, up to its close; False if another has locked it, OSError if there are no locks."""
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_checked(path: Path, parts: Iterable[Any]) -> None:
+    """Writes a digest and then the buffers in order; an error leaves the old file at `path` as it was."""
+    digest = blake2b(digest_size=SEAL_BYTES)
+    with replacing(path) as file:
+        file.write(bytes(SEAL_BYTES))
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+        file.seek(0)
+        file.write(digest.digest())
+
+
 def remove_orphans(folder: Path, name: str) -> None:
-    """Removes temporary files left by processes killed in `write_checked`; `name` is a regular expression."""
+    """Removes temporary files left by processes killed in `replacing`; `name` is a regular expression."""
     aside, now = re.compile(rf"\.{name}\.[0-9a-f]+"), time.time()
     for entry in os.scandir(folder):
         with contextlib.suppress(OSError):  # another process has just removed or finished it

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from jaxinfer.atomic_file import files_by_use, read_checked, write_checked
+from jaxinfer import atomic_file
+from jaxinfer.atomic_file import files_by_use, read_checked, try_lock, write_checked
 
 
 def test_a_file_may_be_written_while_the_same_process_writes_it(tmp_path):
@@ -48,3 +49,18 @@ def test_files_are_listed_by_use_and_others_are_left_out(tmp_path):
         (20 * 10**9, "page-3", 20),
         (30 * 10**9, "page-1", 30),
     ]
+
+
+def test_a_file_is_locked_once_until_it_is_closed(tmp_path):
+    path = tmp_path / "lock"
+    with path.open("wb") as first, path.open("wb") as second:
+        assert try_lock(first)
+        assert not try_lock(second)
+        first.close()
+        assert try_lock(second)
+
+
+def test_a_system_without_locks_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_file, "fcntl", None)
+    with (tmp_path / "lock").open("wb") as file, pytest.raises(OSError, match="not implemented"):
+        try_lock(file)

@@ -37,7 +37,7 @@ ALLOWED = {
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "gguf plain_values sampling_params validation",
-    "checkpoint": "config device gguf display model quantization sampling_params steps validation",
+    "checkpoint": "atomic_file config device gguf display model quantization sampling_params steps validation",
     "plan": "display kernels_pallas",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",

@@ -9,10 +9,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from jaxinfer.atomic_file import replacing
 from jaxinfer.validation import as_path, shown
 
 URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
@@ -143,14 +143,9 @@ def replace_file(file: File, write: Callable[[BinaryIO], object], mode: int = 0o
     path = Path(os.path.realpath(file))  # a link stays one
     aside = path.with_name(f".{path.name}.new")
     aside.unlink(missing_ok=True)  # left by a killed process
-    try:
-        with open(aside, "xb", opener=partial(os.open, mode=mode)) as content:
-            write(content)
-            content.flush()
-            os.fsync(content.fileno())
+    with replacing(path, aside, mode=mode) as content:
+        write(content)
+        content.flush()
+        os.fsync(content.fileno())
         if path.exists():
             shutil.copymode(path, aside)
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise

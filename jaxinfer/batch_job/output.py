@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import time
@@ -13,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
+from jaxinfer.atomic_file import try_lock
 from jaxinfer.batch_job.files import File, RemoteFile, replace_file, spool
 from jaxinfer.batch_job.formats import is_plain, read_records, require_format, write_records
 from jaxinfer.batch_job.records import RECORD_START, DamagedError, Record, digest_of, line_of_record, parse_record
@@ -162,14 +162,14 @@ class OutputFile:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError(f"{self._path} is not a regular file; a job is resumed from its output, so give a file")
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another job is writing to {self._path}; wait for it or give another output") from None
+            is_locked = try_lock(fd)
         except OSError as error:  # network file systems may have no locks
             raise ValueError(
                 f"{self._path} cannot be locked ({error.strerror}), and without a lock two jobs could write to it; give"
                 " an output on a file system with locks, such as a local disk, and copy it afterwards"
             ) from None
+        if not is_locked:
+            raise ValueError(f"another job is writing to {self._path}; wait for it or give another output")
 
 
 class RemoteParts:

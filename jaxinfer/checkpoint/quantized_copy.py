@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.atomic_file import replacing
 from jaxinfer.checkpoint.assembly import Assembly
 from jaxinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_tensors
 from jaxinfer.checkpoint.huggingface import INDEX_FILE, read_json
@@ -151,7 +151,7 @@ def write_quantized(
             names |= dict.fromkeys(entries[file], file.name)
             bar.update(len(by_file[file]))
     if (path / INDEX_FILE).is_file():
-        (target / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=1))
+        _write_json(target / INDEX_FILE, {"metadata": {}, "weight_map": names})
     for file in {file for pattern in COPIED for file in path.glob(pattern)} - {path / INDEX_FILE, path / "config.json"}:
         if file.is_file():
             shutil.copyfile(file, target / file.name)
@@ -159,7 +159,7 @@ def write_quantized(
     ignored = [module for module in modules if f"{module}.weight" not in groups]
     stated = read_json(path / "config.json") | {"quantization_config": _settings(groups, ignored, own_scheme)}
     # Last, for without it the folder is no checkpoint.
-    (target / "config.json").write_text(json.dumps(stated, indent=1))
+    _write_json(target / "config.json", stated)
     # The texts that a model has written itself stay, so that they need not be written again to compare them.
     for file in (target / CALIBRATED).glob("*.safetensors"):
         file.unlink()
@@ -469,13 +469,12 @@ def _write(path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str, str
         header[name] = {"dtype": TYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    aside = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        with aside.open("wb") as file:
-            file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-            for entry in entries.values():
-                file.write(np.ascontiguousarray(entry.read()).view(np.uint8).data)
-        aside.replace(path)
-    except BaseException:  # also on an interrupt
-        aside.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for entry in entries.values():
+            file.write(np.ascontiguousarray(entry.read()).view(np.uint8).data)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1).encode())

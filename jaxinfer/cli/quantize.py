@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.atomic_file import replacing
 from jaxinfer.cli.output import show
 from jaxinfer.json_lines import lines_of, parse_line
 from jaxinfer.validation import require, require_int
@@ -165,8 +166,6 @@ def _own_texts(
     pairs = zip(prompts, completions, strict=True)
     texts = np.array([[*prompt, *completion.token_ids] for prompt, completion in pairs], np.int32)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    aside = kept.with_suffix(".tmp")
-    with aside.open("wb") as file:
+    with replacing(kept) as file:
         np.save(file, texts)
-    aside.replace(kept)
     return texts

@@ -28,14 +28,9 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.extend.backend import get_backend
 from jax.sharding import NamedSharding
 
-from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, write_checked
+from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, try_lock, write_checked
 from jaxinfer.device import COMPILATION_CACHE
 from jaxinfer.source_digest import source_digest
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -116,22 +111,11 @@ def _compiling_alone(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             file = stack.enter_context(open(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "rb"))
             deadline = time.monotonic() + MAX_WAIT_SECONDS
-            while not (is_locked := _is_locked_by(file)) and time.monotonic() < deadline:
+            while not (is_locked := try_lock(file)) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
             if is_locked:  # a thread that has opened the file by now waits for this lock, and finds the result
                 stack.callback(lock.unlink, missing_ok=True)
         yield
-
-
-def _is_locked_by(file: Any) -> bool:
-    """Locks a file; False if another thread or process has locked it."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _has_custom(statics: dict[str, Any]) -> bool:

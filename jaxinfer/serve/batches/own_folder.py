@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -10,6 +9,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from jaxinfer.atomic_file import try_lock
 from jaxinfer.batch_job.files import replace_file
 from jaxinfer.validation import shown
 
@@ -34,7 +34,8 @@ def hold_folder(folder: Path) -> int:
         _require_own(folder)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not try_lock(lock):
+                raise ValueError(f"another server uses {folder}; give it another folder")
             for name in (*NAMES, LOST):
                 _make_private(folder / name)
             if not (folder / MARK).exists():
@@ -42,8 +43,6 @@ def hold_folder(folder: Path) -> int:
         except BaseException:
             os.close(lock)
             raise
-    except BlockingIOError:
-        raise ValueError(f"another server uses {folder}; give it another folder") from None
     except OSError as error:
         raise ValueError(f"{folder} cannot be used ({error.strerror}); give another folder") from None
     return lock
