@@ -260,8 +260,8 @@ def read_num_layers(hf: Mapping[str, Any]) -> int:
     return require_size(hf, "num_hidden_layers", most=MAX_LAYERS)
 
 
-def read_norm(hf: Mapping[str, Any], *, adds_one: bool = False) -> Norm:
-    return Norm(epsilon=require_number(hf, "rms_norm_eps", 1e-6), adds_one=adds_one)
+def read_norm(hf: Mapping[str, Any], *, default: float = 1e-6, adds_one: bool = False) -> Norm:
+    return Norm(epsilon=require_number(hf, "rms_norm_eps", default), adds_one=adds_one)
 
 
 def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collection[str] = ()) -> None:

@@ -63,7 +63,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         has_qkv_bias=is_enabled(hf, "attention_bias", default=True),
     )
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
-    norm = read_norm({"rms_norm_eps": 1.5625e-07, **hf})
+    norm = read_norm(hf, default=1.5625e-07)
     layer = Layer(mixer=attention, feed_forward=mlp, norm=norm, has_post_norms=True)
     return decoder_of(
         hf,
@@ -113,7 +113,7 @@ def config_from_hf_moe(hf: Mapping[str, Any]) -> ModelConfig:
     )
     dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))
     num_layers, num_dense = read_num_layers(hf), require_count(hf, "first_k_dense_replace", 1)
-    norm = read_norm({"rms_norm_eps": 1e-5, **hf})
+    norm = read_norm(hf, default=1e-5)
     layers = [
         Layer(mixer=attention, feed_forward=dense if i < num_dense else experts, norm=norm) for i in range(num_layers)
     ]

@@ -79,7 +79,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     num_layers, head_dim = read_num_layers(hf), stated_head_dim(hf, 64)
     window = require_size(hf, "sliding_window", 128)
     default = [SLIDING if (i + 1) % 2 else FULL for i in range(num_layers)]
-    has_bias, norm = is_enabled(hf, "attention_bias", default=True), read_norm({"rms_norm_eps": 1e-5, **hf})
+    has_bias, norm = is_enabled(hf, "attention_bias", default=True), read_norm(hf, default=1e-5)
     has_rope = bool(hf.get("rope_scaling") or hf.get("rope_parameters"))
     rope = read_rope(hf if has_rope else {**hf, "rope_parameters": DEFAULT_ROPE}, head_dim, MAX_POSITION)
     num_experts, num_chosen = expert_counts(hf, "num_local_experts", 128, 4)

@@ -105,23 +105,11 @@ def config_from_hf_hybrid(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _state_space(hf: Mapping[str, Any]) -> StateSpace:
-    num_heads, inner = require_size(hf, "mamba_n_heads", 128), require_size(hf, "hidden_size")
-    inner *= require_size(hf, "mamba_expand", 2)
-    is_derived = hf.get("mamba_d_head", "auto") == "auto"
-    head_dim = max(inner // num_heads, 1) if is_derived else require_size(hf, "mamba_d_head")
-    sizes = (("mamba_n_heads", num_heads), ("mamba_d_head", head_dim))
-    mamba.require_inner_size(hf, "mamba_expand", num_heads * head_dim, *sizes)
-    return StateSpace(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=mamba.read_num_groups(hf, "mamba_n_groups", 1, ("mamba_n_heads", num_heads)),
-        state_size=require_size(hf, "mamba_d_state", 256),
-        conv_size=mamba.read_conv_size(hf, "mamba_d_conv"),
-        has_conv_bias=is_enabled(hf, "mamba_conv_bias", default=True),
-        has_in_bias=is_enabled(hf, "mamba_proj_bias"),
-        has_out_bias=is_enabled(hf, "mamba_proj_bias"),
-        time_step_limits=mamba.read_time_step_limits(hf),
-    )
+    inner = require_size(hf, "hidden_size") * require_size(hf, "mamba_expand", 2)
+    mixer = mamba.read_state_space(hf, inner, out_bias="mamba_proj_bias")
+    sizes = (("mamba_n_heads", mixer.num_heads), ("mamba_d_head", mixer.head_dim))
+    mamba.require_inner_size(hf, "mamba_expand", mixer.inner_size, *sizes)
+    return mixer
 
 
 def _experts(hf: Mapping[str, Any], shared: MLP | None = None) -> MoE:

@@ -66,7 +66,7 @@ def config_from_hf_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
         expert=MLP(intermediate_size=require_size(hf, "intermediate_size")),
         router=Router(num_chosen=num_chosen),
     )
-    layer = Layer(mixer=attention, feed_forward=experts, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
+    layer = Layer(mixer=attention, feed_forward=experts, norm=read_norm(hf, default=1e-5))
     return decoder_of(
         hf,
         [layer] * read_num_layers(hf),

@@ -48,7 +48,7 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _translate(hf: Mapping[str, Any], kinds: list[str], window: int | None) -> ModelConfig:
-    head_dim, norm = divided_head_dim(hf), read_norm({"rms_norm_eps": 1e-5, **hf})
+    head_dim, norm = divided_head_dim(hf), read_norm(hf, default=1e-5)
     has_kinds = window is not None
 
     def layer(kind: str) -> Layer:

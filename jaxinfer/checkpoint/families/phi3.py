@@ -52,7 +52,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         window=None if hf.get("sliding_window") is None else require_size(hf, "sliding_window"),
     )
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
-    layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
+    layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm(hf, default=1e-5))
     return decoder_of(
         hf,
         [layer] * read_num_layers(hf),

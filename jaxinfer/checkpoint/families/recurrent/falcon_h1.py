@@ -55,7 +55,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             output_scale=multiplier(hf, "ssm_out_multiplier"),
         ),
     )
-    layer = Layer(mixer=branches, feed_forward=mlp, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
+    layer = Layer(mixer=branches, feed_forward=mlp, norm=read_norm(hf, default=1e-5))
     return decoder_of(
         hf,
         [layer] * read_num_layers(hf),
@@ -80,34 +80,27 @@ def _attention(hf: Mapping[str, Any]) -> Attention:
 
 
 def _state_space(hf: Mapping[str, Any]) -> StateSpace:
-    num_heads, stated = require_size(hf, "mamba_n_heads", 128), hf.get("mamba_d_ssm", 1024)
+    stated = hf.get("mamba_d_ssm", 1024)
     source = f"mamba_d_ssm={stated!r}"
     if stated is None:
         expand, hidden_size = require_size(hf, "mamba_expand", 2), require_size(hf, "hidden_size")
         inner, source = expand * hidden_size, f"{source}, mamba_expand={expand} and hidden_size={hidden_size}"
     else:
         inner = require_size(hf, "mamba_d_ssm", 1024)
-    is_derived = hf.get("mamba_d_head", "auto") == "auto"
-    head_dim = max(inner // num_heads, 1) if is_derived else require_size(hf, "mamba_d_head")
-    if num_heads * head_dim != inner:
-        raise ValueError(
-            f"mamba_n_heads={num_heads} and mamba_d_head={head_dim} do not make the {inner} numbers of {source};"
-            " download the checkpoint's config.json again"
-        )
     norm = "plain" if is_enabled(hf, "mamba_norm_before_gate", default=True) else "gated"
-    return StateSpace(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_groups=mamba.read_num_groups(hf, "mamba_n_groups", 1, ("mamba_n_heads", num_heads)),
-        state_size=require_size(hf, "mamba_d_state", 256),
-        conv_size=mamba.read_conv_size(hf, "mamba_d_conv"),
-        has_conv_bias=is_enabled(hf, "mamba_conv_bias", default=True),
-        has_in_bias=is_enabled(hf, "mamba_proj_bias"),
-        has_out_bias=is_enabled(hf, "projectors_bias"),
-        time_step_limits=mamba.read_time_step_limits(hf),
+    mixer = mamba.read_state_space(
+        hf,
+        inner,
+        out_bias="projectors_bias",
         norm=norm if is_enabled(hf, "mamba_rms_norm") else None,
         scales=_multipliers(hf, "ssm_multipliers", 5),
     )
+    if mixer.inner_size != inner:
+        raise ValueError(
+            f"mamba_n_heads={mixer.num_heads} and mamba_d_head={mixer.head_dim} do not make the {inner} numbers of"
+            f" {source}; download the checkpoint's config.json again"
+        )
+    return mixer
 
 
 def _multipliers(hf: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:

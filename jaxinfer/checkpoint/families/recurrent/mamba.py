@@ -113,6 +113,26 @@ def _decoder(hf: Mapping[str, Any], mixer: Mixer, *, has_tied_embeddings: bool) 
     return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=has_tied_embeddings)
 
 
+def read_state_space(hf: Mapping[str, Any], inner_size: int, *, out_bias: str, **others: Any) -> StateSpace:
+    """Returns Mamba-2's mixer of a hybrid model; a `mamba_d_head` of "auto" shares out `inner_size` among the heads.
+
+    `out_bias` is the key of the output's bias.
+    """
+    num_heads, is_derived = require_size(hf, "mamba_n_heads", 128), hf.get("mamba_d_head", "auto") == "auto"
+    return StateSpace(
+        num_heads=num_heads,
+        head_dim=max(inner_size // num_heads, 1) if is_derived else require_size(hf, "mamba_d_head"),
+        num_groups=read_num_groups(hf, "mamba_n_groups", 1, ("mamba_n_heads", num_heads)),
+        state_size=require_size(hf, "mamba_d_state", 256),
+        conv_size=read_conv_size(hf, "mamba_d_conv"),
+        has_conv_bias=is_enabled(hf, "mamba_conv_bias", default=True),
+        has_in_bias=is_enabled(hf, "mamba_proj_bias"),
+        has_out_bias=is_enabled(hf, out_bias),
+        time_step_limits=read_time_step_limits(hf),
+        **others,
+    )
+
+
 def read_time_step_rank(hf: Mapping[str, Any], key: str) -> int:
     """Returns the number of numbers of which all time steps are made; "auto" is a sixteenth of the hidden size."""
     if hf.get(key, "auto") == "auto":
