@@ -37,9 +37,9 @@ from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_byte
 from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import TEXT_FILES, page_identity
-from jaxinfer.engine.hand_over import DevicePageMover
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers, Tier
+from jaxinfer.engine.page_mover import DevicePageMover
 from jaxinfer.engine.scheduling.metrics import Targets
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.speculation.load import load_target, plan_speculation

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # As `outputs.Sink`, but the last argument may be an exception: the request was refused, or the engine has failed.
-Sink = Callable[[Delta | Exception], object]
+ThreadSink = Callable[[Delta | Exception], object]
 MAX_ATTEMPTS = 3  # to compute a step that raises an exception, if the device has not failed
 LOOK_SECONDS = 0.1  # between two looks at the time of the end, while texts are checked and no step is computed
 
@@ -65,7 +65,7 @@ class EngineThread:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def submit(self, samples: SampleGroup, sink: Sink) -> None:
+    def submit(self, samples: SampleGroup, sink: ThreadSink) -> None:
         """Queues samples that `Engine.admit` has returned. Never raises: the sink receives a refusal too.
 
         A refusal is QueueFullError, ValueError for samples that were submitted before, or RuntimeError if the engine is
@@ -152,7 +152,7 @@ class EngineThread:
                 self.engine.abort_all()
         finally:
             for sink in self.engine.sinks.values():
-                _end(cast(Sink, sink), self._refusal())
+                _end(cast(ThreadSink, sink), self._refusal())
             self.engine.close()
 
     def _serve(self) -> None:
@@ -194,7 +194,7 @@ def _wake_up() -> None:
     """The command that ends the sleep of an idle engine."""
 
 
-def _end(sink: Sink, error: Exception) -> None:
+def _end(sink: ThreadSink, error: Exception) -> None:
     try:
         sink(error)
     except Exception as raised:

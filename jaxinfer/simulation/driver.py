@@ -15,7 +15,7 @@ from jaxinfer.simulation.report import Outcomes, Report
 from jaxinfer.simulation.trace import TracedRequest, make_prompt
 
 
-class Engine(Protocol):
+class TraceEngine(Protocol):
     """An engine that runs traces. Times are in seconds from the start."""
 
     @property
@@ -53,7 +53,7 @@ class _InFlight:
 
 def drive(
     trace: Iterable[TracedRequest],
-    engine: Engine,
+    engine: TraceEngine,
     *,
     targets: Targets = NO_TARGETS,
     total: int | None = None,
@@ -98,7 +98,7 @@ def drive(
     return outcomes.report(num_steps=engine.num_steps, num_preemptions=engine.num_preemptions, targets=targets)
 
 
-def _add(engine: Engine, index: int, request: TracedRequest) -> int:
+def _add(engine: TraceEngine, index: int, request: TracedRequest) -> int:
     if request.input_len >= engine.max_model_len:  # refused anyway: do not build a long prompt
         raise ValueError(f"input_len={request.input_len} leaves no room in max_model_len={engine.max_model_len}")
     prompt = make_prompt(request, index, engine.vocab_size)

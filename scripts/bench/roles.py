@@ -24,7 +24,7 @@ from unittest import mock
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.capacity.devices import CHIPS
 from jaxinfer.config import Parallelism
-from jaxinfer.engine.hand_over import DevicePageMover
+from jaxinfer.engine.page_mover import DevicePageMover
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling import scheduler
 from jaxinfer.engine.scheduling.metrics import Targets

@@ -31,7 +31,7 @@ class Arrival(Protocol):
 
 
 class PageMover(Protocol):
-    """Copies contents of pages between replicas; `engine.hand_over.DevicePageMover` is one."""
+    """Copies contents of pages between replicas; `engine.page_mover.DevicePageMover` is one."""
 
     def move(self, source: Replica, target: Replica, pages: Sequence[Sequence[tuple[int, int]]]) -> Arrival:
         """Launches the copies, before all later steps of both replicas.

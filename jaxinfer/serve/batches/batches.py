@@ -51,7 +51,7 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 300.0  # until a batch that could not go
 NUM_OUTPUTS = 2  # files that a batch may make
 DEFAULT_ROWS = 64
 JOB_KEYS = ("line", "made_by")  # of a record
-UNKNOWN_FAILURE = "the server has failed on this batch; its log says why"
+BATCH_FAILURE = "the server has failed on this batch; its log says why"
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -306,7 +306,7 @@ class Batches:
         if not _is_passing(error):
             logger.error("%s has failed", batch_id, exc_info=error)
             try:
-                self._end(batch_id, "failed", [BatchFault(code="server_error", message=UNKNOWN_FAILURE)])
+                self._end(batch_id, "failed", [BatchFault(code="server_error", message=BATCH_FAILURE)])
                 return
             except Exception as other:
                 error = other
