@@ -30,7 +30,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.guard import deferred_interrupts
-from jaxinfer.engine.frontend.sample_group import in_order
+from jaxinfer.engine.frontend.sample_group import CompletionCollector
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.validation import as_tuple, require, require_int, shown
 
@@ -363,14 +363,10 @@ class _SteppedEngine:
 
     def outputs(self) -> Iterator[Delta]:
         with self._llm.engine() as engine:
-            advance = engine.advance()
-            is_idle = advance is None
-            if is_idle:
+            if engine.advance() is None:
                 engine.wait_for_check()
-            elif (on_step := self._llm.on_step) is not None:
-                on_step(advance.step, advance.seconds)
-            if is_idle and not self._deltas:
-                raise RuntimeError("the engine is idle but has not finished the requests of the job")
+                if not self._deltas:
+                    raise RuntimeError("the engine is idle but has not finished the requests of the job")
             error = engine.take_error()
         while self._deltas:
             yield self._deltas.popleft()
@@ -425,9 +421,8 @@ class _Job:
         self._output, self._errors = output, errors
         self._progress, self._observe = progress, observe
         self._is_table = is_table
-        self._in_flight: dict[int, tuple[JobRequest, InFlight]] = {}
+        self._in_flight: dict[int, tuple[JobRequest, InFlight, CompletionCollector]] = {}
         self._held_back: deque[JobRequest] = deque()  # wait until the engine has room
-        self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
 
     def __enter__(self) -> Self:
         return self
@@ -455,7 +450,8 @@ class _Job:
                 raise ValueError("OpenAI's batch format has no columns for a Parquet file; name the output .jsonl")
             try:
                 begun = self._engine.begin(entry)
-                self._in_flight[begun.request_id] = entry, begun
+                collector = CompletionCollector({begun.request_id: entry.sampling_params})
+                self._in_flight[begun.request_id] = entry, begun, collector
             except QueueFullError as error:
                 if self._in_flight or self._engine.may_make_room:  # these make room when they end
                     self._held_back.appendleft(entry)
@@ -468,27 +464,25 @@ class _Job:
     def _step(self) -> None:
         for output in self._engine.outputs():
             if isinstance(output, Refusal):
-                request, _ = self._in_flight.pop(output.request_id)
+                request, *_ = self._in_flight.pop(output.request_id)
                 if isinstance(output.error, QueueFullError):
                     self._held_back.append(request)
                 else:
                     self._refuse(request, output.error)
                 continue
             if output.completion is not None:
-                self._take(output.request_id, output.completion)
+                self._take(output, output.completion)
 
-    def _take(self, request_id: int, completion: Completion) -> None:
-        request, begun = self._in_flight[request_id]
-        completions = self._completions.setdefault(request_id, [])
-        completions.append(completion)
+    def _take(self, delta: Delta, completion: Completion) -> None:
+        request, begun, collector = self._in_flight[delta.request_id]
+        collector.add(delta)
         self._progress.num_tokens += len(completion.token_ids)
-        if len(completions) == request.sampling_params.n:
-            del self._in_flight[request_id]
+        if not collector.num_missing:
+            del self._in_flight[delta.request_id]
+            completions = collector.completions()
             self._progress.num_prompt_tokens += len(completion.prompt_token_ids)
             self._progress.num_cached_tokens += min(each.num_cached_tokens for each in completions)
-            self._record_completions(
-                request, begun, in_order(self._completions.pop(request_id), request.sampling_params)
-            )
+            self._record_completions(request, begun, completions)
 
     def _record_completions(self, request: JobRequest, begun: InFlight, completions: list[Completion]) -> None:
         # Another caller has aborted it, so it gets no record and the next run repeats it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from jaxinfer.engine.frontend.admission import (
 )
 from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Rendering, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
-from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
+from jaxinfer.engine.frontend.sample_group import CompletionCollector, SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
@@ -302,12 +302,11 @@ class AsyncLLM:
 
     async def _complete(self, groups: Sequence[SampleGroup]) -> list[Completion]:
         """Submits all prompts or none, and returns their completions in the prompts' order."""
-        completions = defaultdict[int, list[Completion]](list)
+        collector = CompletionCollector.of_groups(groups)
         async with await self._open(groups, self._reader(), are_whole=True) as stream:
             async for delta in stream:
-                if delta.completion is not None:
-                    completions[delta.request_id].append(delta.completion)
-        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
+                collector.add(delta)
+        return collector.completions()
 
     async def _open(self, groups: Sequence[SampleGroup], reader: _Reader, *, are_whole: bool = False) -> Stream:
         """Submits all prompts or none; with `are_whole` the reader gets completions alone, and so wakes less often."""

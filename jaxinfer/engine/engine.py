@@ -42,6 +42,7 @@ from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.text_checks import TextChecks
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.adapted_params import Adapter
@@ -115,6 +116,7 @@ class Engine:
         self._routes, self._checks = OutputRoutes(), TextChecks()
         self._compile_counter = CompileCounter()
         self._ids = itertools.count()
+        self.on_step: Callable[[Step, float], None] | None = None  # gets each step and its seconds
         self._branches = self._make_branches()
 
     def __repr__(self) -> str:
@@ -337,6 +339,8 @@ class Engine:
                 self._deliver(result.deltas)
             elif self._scheduler.num_unfinished:
                 raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
+        if result is not None and self.on_step is not None:
+            self.on_step(result.step, result.seconds)
         return result
 
     def take_error(self) -> Exception | None:

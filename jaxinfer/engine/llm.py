@@ -6,7 +6,6 @@ import contextlib
 import html
 import math
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +16,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig, SamplingParams, with_fields
 from jaxinfer.display.html import TokenView
-from jaxinfer.display.progress import Bar, is_shown
+from jaxinfer.display.progress import is_shown
 from jaxinfer.engine.agreement import DESCRIBE_PROMPT, Agreement
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
@@ -35,9 +34,8 @@ from jaxinfer.engine.frontend.admission import (
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.frontend.chats import render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
-from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts
 from jaxinfer.engine.frontend.outputs import DeltaBuffer
-from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
+from jaxinfer.engine.guarded_engine import GuardedEngine
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
@@ -110,9 +108,8 @@ class LLM:
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
         self.tokenizer, self.answers = self._engine.tokenizer, self._engine.answers
         self.model_names = self._engine.model_names
-        self._guard = Guard()
+        self._guarded = GuardedEngine(self._engine)
         self._outputs = DeltaBuffer()  # of the requests of `add`, for `step`
-        self._on_step: Callable[[Step, float], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -132,8 +129,7 @@ class LLM:
 
         Every later call raises RuntimeError, except `close` itself.
         """
-        with deferred_interrupts(), self._guard:
-            self._engine.close()
+        self._guarded.close()
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[Engine]:
@@ -141,20 +137,19 @@ class LLM:
 
         Other threads are refused meanwhile, and Ctrl-C takes effect at the end.
         """
-        self._engine.check()
-        with deferred_interrupts(), self._guard:
+        with self._guarded.entered():
             yield self._engine
 
     @property
     def on_step(self) -> Callable[[Step, float], None] | None:
         """The function that is called after each step with the step and its seconds, or None."""
         self._engine.check()
-        return self._on_step
+        return self._engine.on_step
 
     @on_step.setter
     def on_step(self, function: Callable[[Step, float], None] | None) -> None:
         self._engine.check()
-        self._on_step = function
+        self._engine.on_step = function
 
     @property
     def has_unfinished(self) -> bool:
@@ -224,7 +219,7 @@ class LLM:
         QueueFullError if too many requests wait. Neither changes anything.
         """
         samples = self._engine.admit(prompt, sampling_params, **options)
-        return self._begin(lambda engine: engine.submit(samples, self._outputs.append))
+        return self._guarded.begin(lambda engine: engine.submit(samples, self._outputs.append))
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; its completion comes out as usual, with finish reason "abort".
@@ -242,16 +237,14 @@ class LLM:
         step. Does nothing if the request or the LLM has ended.
         """
         require(is_int(request_id), "request_id", request_id, "an id that `add` has returned")
-        # The caller may also be the collector in the middle of a step.
-        with deferred_interrupts():
-            self._guard.defer(lambda: self._engine.drop(request_id))
+        self._guarded.drop(request_id)
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`.
 
         Raises QueueFullError if too many requests wait.
         """
-        return self._begin(lambda engine: engine.fork(request_id, self._outputs.append, seed=seed))
+        return self._guarded.begin(lambda engine: engine.fork(request_id, self._outputs.append, seed=seed))
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Drops the last `num_tokens` tokens of an unfinished request's output: see `Branches.rewind`."""
@@ -268,7 +261,7 @@ class LLM:
 
         Raises QueueFullError if too many requests wait.
         """
-        return self._begin(lambda engine: engine.restore(as_path("path", path), self._outputs.append))
+        return self._guarded.begin(lambda engine: engine.restore(as_path("path", path), self._outputs.append))
 
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run, as the training of a model does between its steps.
@@ -307,8 +300,7 @@ class LLM:
 
     def step(self) -> list[Delta]:
         """Computes one step and returns its new tokens for the requests of `add`; empty if nothing is left to do."""
-        with self.engine() as engine:
-            self._advance(engine)
+        self._guarded.advance()
         return self._outputs.take()  # if an interrupt leaves deltas there, the next step returns them
 
     def stream(
@@ -320,23 +312,7 @@ class LLM:
         if the engine cannot honour the request. The first `next` queues the request, or raises QueueFullError.
         `options` are as for `add`.
         """
-        return self._stream(self._engine.admit(prompt, sampling_params, **options))
-
-    def _stream(self, samples: SampleGroup) -> Iterator[Delta]:
-        deltas: deque[Delta] = deque()
-        num_to_come = samples.num_completions
-        try:
-            with self.engine() as engine:
-                engine.submit(samples, deltas.append)
-            while num_to_come:
-                while not deltas:
-                    with self.engine() as engine:
-                        self._advance(engine)
-                delta = deltas.popleft()
-                num_to_come -= delta.completion is not None
-                yield delta
-        finally:
-            self.drop(samples.request_id)
+        return self._guarded.stream(self._engine.admit(prompt, sampling_params, **options))
 
     def generate(
         self,
@@ -357,7 +333,7 @@ class LLM:
         check_names(options)
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
-        return self._collect(self._engine.admit_all(prompts, params, **options), show_progress)
+        return self._guarded.collect(self._engine.admit_all(prompts, params, **options), show_progress)
 
     def chat(
         self,
@@ -437,7 +413,7 @@ class LLM:
         prompts = as_prompts(prompts)
         groups = self._engine.admit_all(prompts, [ONE_TOKEN] * len(prompts), **options)
         poolings = [begin_pooling(samples, pooling) for samples in groups]
-        completions = self._collect(groups, show_progress)
+        completions = self._guarded.collect(groups, show_progress)
         return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
 
     def agreement(
@@ -464,7 +440,7 @@ class LLM:
             item if isinstance(item, Completion) else replace(next(computed), token_ids=(), log_probs=())
             for item in items
         ]
-        with deferred_interrupts() as take_effect, self._guard:
+        with self._guarded.entered() as take_effect:
             return self._engine.agreement(completions, between_texts=take_effect)
 
     def beam_search(
@@ -508,71 +484,3 @@ class LLM:
             max_log_probs=self.engine_config.max_log_probs,
             tokenizer=self.tokenizer,
         )
-
-    def _advance(self, engine: Engine) -> None:
-        """Computes a step and calls `on_step`; then raises a drafter's exception."""
-        self._guard.run_deferred()
-        advance = engine.advance()
-        if not engine.has_steps:
-            engine.wait_for_check()
-        if advance is not None and self._on_step is not None:
-            self._on_step(advance.step, advance.seconds)
-        if (error := engine.take_error()) is not None:
-            raise error
-
-    def _begin(self, submit: Callable[[Engine], int]) -> int:
-        """Returns the request id from `submit`. After Ctrl-C drops the request, because the caller never got its id."""
-        request_id = None
-        try:
-            with self.engine() as engine:
-                request_id = submit(engine)
-            return request_id
-        except BaseException:
-            if request_id is not None:
-                with self.engine() as engine:
-                    engine.drop(request_id)
-            raise
-
-    def _collect(self, groups: Sequence[SampleGroup], show_progress: bool) -> list[Completion]:
-        """Submits all prompts or none, and returns their completions in the prompts' order."""
-        deltas: deque[Delta] = deque()
-        self._engine.check()
-        with deferred_interrupts() as take_effect, self._guard:
-            engine = self._engine
-            engine.require_room(groups)
-            try:
-                for samples in groups:
-                    engine.submit(samples, deltas.append)
-                count = sum(samples.num_completions for samples in groups)
-                completions = self._wait(engine, deltas, count, show_progress, take_effect)
-            finally:
-                for samples in groups:
-                    engine.drop(samples.request_id)
-        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
-
-    def _wait(
-        self,
-        engine: Engine,
-        deltas: deque[Delta],
-        count: int,
-        show_progress: bool,
-        between_steps: Callable[[], None],
-    ) -> dict[int, list[Completion]]:
-        """Advances until `deltas` has had `count` completions, and returns these by request id."""
-        completions: defaultdict[int, list[Completion]] = defaultdict(list)
-        num_completions = num_tokens = 0
-        started = time.monotonic()
-        with Bar(count, unit="request", show=show_progress) as progress:
-            while num_completions < count:
-                self._advance(engine)
-                between_steps()
-                num_before = num_completions
-                while deltas:
-                    delta = deltas.popleft()
-                    num_tokens += len(delta.token_ids)
-                    if delta.completion is not None:
-                        completions[delta.request_id].append(delta.completion)
-                        num_completions += 1
-                elapsed = max(time.monotonic() - started, 1e-9)
-                progress.update(num_completions - num_before, f"{num_tokens / elapsed:.1f} tokens/s")
-        return completions

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from jaxinfer._version import __version__
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.frontend.admission import ONE_TOKEN
+from jaxinfer.engine.frontend.sample_group import CompletionCollector
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.openai import answers
 from jaxinfer.openai.answers import ChatChunks, CompletionChunks, Heading, usage_of, usage_so_far
@@ -315,29 +315,26 @@ async def _chunks(
     """Yields the events of a stream: what comes `before`, the choices of its deltas, and its usage if asked for."""
     options = body.stream_options or StreamOptions()
     fields = heading.fields() | ({"usage": None} if options.include_usage else {})
-    num_output = 0
+    collector = CompletionCollector(dict.fromkeys(stream.request_ids, sampling))
 
     def chunk(choice: dict[str, Any]) -> bytes:
         is_counted = options.continuous_usage_stats
-        usage = {"usage": usage_so_far(stream.num_prompt_tokens, num_output)} if is_counted else {}
+        usage = {"usage": usage_so_far(stream.num_prompt_tokens, collector.num_tokens)} if is_counted else {}
         return event(fields | choice | usage)
 
-    place = dict(zip(stream.request_ids, count()))
-    completions: list[list[Completion]] = [[] for _ in stream.request_ids]
+    choice_of = dict(zip(stream.request_ids, choices_of, strict=True))
     for first in before:
         yield chunk(first)
     with state.refusals(body):
         async for delta in stream:
-            index = place[delta.request_id]
-            num_output += len(delta.token_ids)
+            collector.add(delta)
             state.count_output(request, sampling, delta)
-            if (completion := delta.completion) is not None:
-                completions[index].append(completion)
-                state.require_success([completion])
-            if (choice := choices_of[index](delta)) is not None:
+            if delta.completion is not None:
+                state.require_success([delta.completion])
+            if (choice := choice_of[delta.request_id](delta)) is not None:
                 yield chunk({"choices": [choice]})
     if options.include_usage:
-        yield event(fields | {"choices": [], "usage": usage_of(completions)})
+        yield event(fields | {"choices": [], "usage": usage_of(collector.by_request.values())})
     yield DONE
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,7 +17,7 @@ from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.engine.frontend.chats import Chats
 from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
-from jaxinfer.engine.frontend.sample_group import in_order
+from jaxinfer.engine.frontend.sample_group import CompletionCollector
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.openai.answers import Heading
@@ -149,13 +148,12 @@ class ServerState:
         self, request: Request, prompts: Sequence[Any], sampling: SamplingParams, options: RequestOptions
     ) -> list[Completion]:
         """Returns the completions of prompts, and counts their tokens as they come."""
-        completions = defaultdict[int, list[Completion]](list)
         async with await self.open(request, prompts, sampling, options) as stream:
+            collector = CompletionCollector(dict.fromkeys(stream.request_ids, sampling))
             async for delta in stream:
                 self.count_output(request, sampling, delta)
-                if delta.completion is not None:
-                    completions[delta.request_id].append(delta.completion)
-        return [c for request_id in stream.request_ids for c in in_order(completions[request_id], sampling)]
+                collector.add(delta)
+        return collector.completions()
 
     async def open(
         self, request: Request, prompts: Sequence[Any], sampling: SamplingParams, options: RequestOptions

@@ -97,7 +97,6 @@ class FakeLLM:
 
     default_sampling_params = SamplingParams()
     model_names = ("m",)
-    on_step = None
 
     @property
     def has_unfinished(self) -> bool:

@@ -23,7 +23,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.engine.frontend.health import _Process
-from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
+from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from tests.engine.engines import GREEDY, ScriptedDrafter, generate, random_prompts, small_engine, token_ids_of
@@ -68,6 +68,10 @@ class Reader:
         if self.error is not None:
             raise self.error
         return in_order(self.completions, self._sampling)
+
+
+def in_order(completions: list[Completion], sampling: SamplingParams) -> list[Completion]:
+    return completions if sampling.best_of is not None else sorted(completions, key=lambda one: one.sample_index)
 
 
 def submit(thread: EngineThread, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> Reader:

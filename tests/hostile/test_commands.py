@@ -78,7 +78,6 @@ TRACE = lines_of(
 class AnyLLM(FakeLLM):
     """Takes what `LLM` would be given, and ends each request soon."""
 
-    on_step = None
     engine_config = jaxinfer.EngineConfig()
 
     def __init__(self, *_: Any, **__: Any) -> None:

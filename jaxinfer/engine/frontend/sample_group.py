@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -51,10 +51,37 @@ class SampleGroup:
         return ranked[: self.num_completions]
 
 
-def in_order(completions: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
-    """Returns the completions of one prompt by sample_index; with `best_of`, in the given order, best first."""
-    is_best_of = sampling.best_of is not None  # the group already yields these best first
-    return list(completions) if is_best_of else sorted(completions, key=lambda c: c.sample_index)
+class CompletionCollector:
+    """The completions of several prompts, from deltas that come in any order.
+
+    `prompts` has the parameters of each by its request id. `num_missing` counts the completions to come.
+    """
+
+    def __init__(self, prompts: Mapping[int, SamplingParams]) -> None:
+        self._prompts = prompts
+        self.by_request: dict[int, list[Completion]] = {request_id: [] for request_id in prompts}  # as they came
+        self.num_missing = sum(sampling.n for sampling in prompts.values())
+        self.num_tokens = 0
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[SampleGroup]) -> CompletionCollector:
+        return cls({samples.request_id: samples.sampling for samples in groups})
+
+    def add(self, delta: Delta) -> None:
+        """Takes a delta of one of the prompts; a sink."""
+        self.num_tokens += len(delta.token_ids)
+        if delta.completion is not None:
+            self.by_request[delta.request_id].append(delta.completion)
+            self.num_missing -= 1
+
+    def completions(self) -> list[Completion]:
+        """Returns the completions in the prompts' order; those of one by sample_index, or best first with `best_of`."""
+        return [c for request_id, sampling in self._prompts.items() for c in self._in_order(request_id, sampling)]
+
+    def _in_order(self, request_id: int, sampling: SamplingParams) -> list[Completion]:
+        completions = self.by_request[request_id]
+        # The group already yields those of `best_of` best first.
+        return completions if sampling.best_of is not None else sorted(completions, key=lambda c: c.sample_index)
 
 
 def _whole(completion: Completion) -> Delta:
