@@ -18,11 +18,8 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import sys
-import textwrap
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,21 +27,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import adapters, bench, chat, models, plan, quantize, serve
+from jaxinfer.cli import batch, bench, chat, models, plan, quantize, serve
 from jaxinfer.cli.options import (
     HelpFormatter,
+    add_adapters,
     add_examples,
     add_fields,
     add_processes,
+    checked_params,
     from_arguments,
     join_processes,
+    one_line,
     option_of,
-    reader,
+    read_adapters,
 )
-from jaxinfer.cli.output import drop_output, require_output, show
+from jaxinfer.cli.output import EXIT_FAULTS, drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.names import way_out
-from jaxinfer.validation import cut
 from jaxinfer.xla_options import MEMORY_FRACTION, take_memory
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
     from jaxinfer.text.tokenizer import Tokenizer
 
-EXIT_FAULTS = 1  # the doctor found faults, or requests ended in an error
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -63,9 +61,6 @@ MAX_PROMPT_CHARACTERS = 2**24  # from standard input, which may have no end
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in its error messages
 
-BATCH_STATUSES = (
-    "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
-)
 WARM_UP = "compile all steps of a model, which later starts then load from disk"
 WARM_UP_OPTIONS = (
     "Steps are compiled for a machine and for the engine's limits: give the options of the starts to come."
@@ -90,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {answer}" if answer else ""))
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"jaxinfer: error: {_one_line(message)} (try `{self.prog} --help`)\n")
+        self.exit(EXIT_USAGE, f"jaxinfer: error: {one_line(message)} (try `{self.prog} --help`)\n")
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         arguments, unknown = self.parse_known_args(*args, **kwargs)
@@ -152,25 +147,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_output()  # the reader has closed the pipe
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"jaxinfer: error: {_one_line(error)}", file=sys.stderr)
+        print(f"jaxinfer: error: {one_line(error)}", file=sys.stderr)
         return EXIT_USAGE
     except (MemoryError, RuntimeError) as error:
         if not (isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error)):
             raise
         limits = "lower the limits of the engine, such as --max-num-seqs, --num-pages or --max-num-batched-tokens"
-        print(f"jaxinfer: error: out of memory ({_one_line(error)}); {limits}", file=sys.stderr)
+        print(f"jaxinfer: error: out of memory ({one_line(error)}); {limits}", file=sys.stderr)
         return EXIT_USAGE
     return status or 0
 
 
 def _parameter(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
-
-
-def _one_line(error: object) -> str:
-    """Returns an error's message on one line, with the middle of long words left out, and fields as options."""
-    text = re.sub(r"\bEngineConfig\.(?!parallelism)(\w+)", lambda found: option_of(found[1]), str(error))
-    return " ".join(map(cut, text.split()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,43 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     add_fields(talk, SamplingParams, omit=chat.OMITTED)
     talk.set_defaults(run=_chat)
 
-    batch = commands.add_parser(
-        "batch", help="run a file of requests; run it again to resume", epilog=BATCH_STATUSES, allow_abbrev=False
+    job = commands.add_parser(
+        "batch", help="run a file of requests; run it again to resume", epilog=batch.STATUSES, allow_abbrev=False
     )
-    batch.add_argument(
-        "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}; gzip, Parquet or a URL'
-    )
-    batch.add_argument("output", metavar="OUT.jsonl", help="a record for each line; .gz, .parquet or a URL")
-    parts = batch.add_mutually_exclusive_group()
-    shard_help = "run the lines of one shard only, for example 1/8 to 8/8 on eight hosts; --merge joins them"
-    parts.add_argument("--shard", type=reader(_shard, "I/N"), metavar="I/N", help=shard_help)
-    parts.add_argument("--merge", action="store_true", help="join the finished shards of the job; needs no model")
-    batch.add_argument(
-        "--errors", metavar="ERRORS.jsonl", help="file for the records of lines that fail; the output when left out"
-    )
-    batch.add_argument(
-        "--served-name",
-        action="append",
-        metavar="NAME",
-        help="a further name of the model, for lines in OpenAI's format that were written for it; may be repeated",
-    )
-    lines = batch.add_argument_group("all lines", "What the lines leave out; sampling options are for them too.")
-    lines.add_argument(
-        "--prompt", metavar="TEMPLATE", help='prompt of each line, with its keys in braces: "Sum up {text}"'
-    )
-    lines.add_argument("--system", metavar="TEXT", help="system prompt, with which each line is a conversation")
-    lines.add_argument(
-        "--keep", type=reader(_names, "KEY,KEY"), metavar="KEY,KEY", help="keys of a line that its record repeats"
-    )
-    lines.add_argument(
-        "--fields",
-        type=reader(_names, "FIELD,FIELD"),
-        metavar="FIELD,FIELD",
-        help="what a record has, such as text,finish_reason; everything when left out",
-    )
-    batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
-    add_fields(batch, SamplingParams)
-    batch.set_defaults(run=_batch)
+    batch.add_options(job)
+    add_fields(job, SamplingParams)
+    job.set_defaults(run=_batch)
 
     server = commands.add_parser("serve", help="answer OpenAI's API over HTTP", allow_abbrev=False)
     serve.add_options(server)
@@ -258,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     omitted = bench.add_commands(commands, _load) | {
         generate: OMITTED,
         talk: OMITTED,
-        batch: OMITTED,
+        job: OMITTED,
         server: (),
         warmer: OMITTED,
         doctor: (),
@@ -279,18 +237,18 @@ def _parser() -> argparse.ArgumentParser:
                 help=f"part of a GPU's memory that JAX takes (default {MEMORY_FRACTION})",
             )
         groups = {"model": model, "memory": memory}
-        if command in (generate, batch, server):
+        if command in (generate, job, server):
             add_processes(command)
-        if command in (generate, talk, batch, server):
+        if command in (generate, talk, job, server):
             command.add_argument(
                 "--warm-up", action="store_true", default=None, help="compile all steps before the first request"
             )
-        if command in (generate, talk, batch, server, warmer):
+        if command in (generate, talk, job, server, warmer):
             groups["speculation"] = command.add_argument_group("speculation")
             drafter = "ngram, suffix, mtp, or the folder or id of what drafts"
             groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
             if command is not warmer:
-                adapters.add_option(model, takes_one=command in (generate, talk))
+                add_adapters(model, takes_one=command in (generate, talk))
         add_fields(command, EngineConfig, omit=omit, groups=groups)
     for command in commands.choices.values():
         add_examples(command)
@@ -298,7 +256,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> LLM:
-    named = adapters.read_option(arguments)
+    named = read_adapters(arguments)
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer import LLM
     from jaxinfer.device import require_device
@@ -336,7 +294,7 @@ def _read_prompt() -> str:
 def _generate(arguments: argparse.Namespace) -> int:
     from jaxinfer.engine.request.request import QueueFullError
 
-    _checked_params(arguments)
+    checked_params(arguments)
     try:
         prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
         prompt.encode()  # fails on surrogates, which stand for bytes that are not UTF-8
@@ -358,7 +316,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             if delta.completion is not None:
                 _report(delta.completion, llm.tokenizer, arguments, started_at, first_at or time.monotonic())
                 if delta.completion.finish_reason == "error":
-                    print(f"jaxinfer: ended by an error: {_one_line(delta.completion.error)}", file=sys.stderr)
+                    print(f"jaxinfer: ended by an error: {one_line(delta.completion.error)}", file=sys.stderr)
                     status = EXIT_FAULTS
     except QueueFullError as error:  # more samples than max_num_seqs and max_waiting allow
         raise ValueError(str(error)) from None
@@ -366,20 +324,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _checked_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Returns the sampling options, and has the engine allow for them; ValueError before a model is loaded."""
-    params = from_arguments(SamplingParams, arguments)
-    if params.structure is not None:
-        from jaxinfer.text.grammar import check_structure
-
-        check_structure(params)
-    if params.prompt_log_probs is not None:
-        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
-    return params
-
-
 def _chat(arguments: argparse.Namespace) -> None:
-    _checked_params(arguments)
+    checked_params(arguments)
     options = chat.read_options(arguments)
     llm = _load(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -428,13 +374,6 @@ def _print_log_probs(
         print(f"{name} {show(token_id, log_prob)}  alternatives {alternatives}", file=sys.stderr)
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise ValueError
-    return names
-
-
 def _fraction(text: str) -> float:
     try:
         fraction = float(text)
@@ -445,70 +384,8 @@ def _fraction(text: str) -> float:
     return fraction
 
 
-def _shard(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    return int(index), int(count)
-
-
 def _batch(arguments: argparse.Namespace) -> int:
-    from jaxinfer.batch_job import LineForm, check_job, run_batch, shard_path, wrong_lines
-
-    if arguments.merge:
-        return _merge(arguments)
-    # Loading a model takes minutes, so report mistakes before.
-    names = ("max_in_flight", "shard")
-    options: Any = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    options["errors_path"] = arguments.errors
-    params = _checked_params(arguments)
-    texts = {"prompt": arguments.prompt, "system": arguments.system, "kept": arguments.keep or ()}
-    form = LineForm(**texts, fields=arguments.fields, sampling_params=params)
-    if not arguments.process_id:  # the other processes neither read the input nor write the output
-        check_job(arguments.input, arguments.output, **options)
-        if not arguments.quiet and (wrong := wrong_lines(arguments.input, form)) is not None:
-            print(f"jaxinfer: {_one_line(wrong)}", file=sys.stderr, flush=True)
-    llm = _load(arguments)
-    params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
-    is_given = params != llm.default_sampling_params
-    options["form"] = replace(form, sampling_params=params if is_given else None)
-    options |= {"served_names": arguments.served_name or (), "show_progress": not arguments.quiet}
-    summary = run_batch(llm, arguments.input, arguments.output, **options)
-    if not arguments.quiet:
-        print(
-            f"{summary.num_requests} requests: {summary.num_done_before} done before, "
-            f"{summary.num_completed} completed, {summary.num_errors} with an error; "
-            f"{summary.num_tokens} tokens in {summary.seconds:.1f} s, "
-            f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s; "
-            f"{summary.num_prompt_tokens} tokens of prompts, {summary.num_cached_tokens} of them from the prefix cache",
-            file=sys.stderr,
-        )
-        for custom_id, text in summary.first_texts:
-            print(f"\n{cut(custom_id)}:\n{textwrap.indent(cut(text), '    ')}", file=sys.stderr)
-    num_errors = summary.num_errors_before + summary.num_errors
-    if num_errors:
-        output = arguments.errors or arguments.output
-        output = output if arguments.shard is None else shard_path(output, arguments.shard)
-        what = "these records" if arguments.errors is None else "this file"
-        print(
-            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {output}; correct"
-            f" their lines, delete {what} and run the job again",
-            file=sys.stderr,
-        )
-    llm.close()
-    return EXIT_FAULTS if num_errors else 0
-
-
-def _merge(arguments: argparse.Namespace) -> int:
-    from jaxinfer.batch_job import merge_shards
-
-    own = ("run", "parser", "input", "output", "errors", "merge", "quiet", "takes_one_adapter")
-    given = sorted(name for name, value in vars(arguments).items() if name not in own and value is not None)
-    if given:
-        options = ", ".join(map(option_of, given))
-        raise ValueError(f"--merge runs no request, so it takes no {options}; leave it out")
-    merged = merge_shards(arguments.input, arguments.output, errors_path=arguments.errors)
-    if not arguments.quiet:
-        print(f"{merged.num_requests} requests merged, {merged.num_errors} with an error", file=sys.stderr)
-    return EXIT_FAULTS if merged.num_errors else 0
+    return batch.run(arguments, _load)
 
 
 def _warm_up(arguments: argparse.Namespace) -> None:

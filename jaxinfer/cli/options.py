@@ -10,7 +10,8 @@ from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from jaxinfer.config import AUTO, Parallelism
+from jaxinfer.config import AUTO, Parallelism, SamplingParams
+from jaxinfer.validation import cut
 
 # Help texts of the fields, by theme. Logits processors are functions, so they have no option.
 HELP = {
@@ -267,6 +268,12 @@ def option_of(parameter: str) -> str:
     return "--" + parameter.replace("_", "-")
 
 
+def one_line(error: object) -> str:
+    """Returns an error's message on one line, with the middle of long words left out, and fields as options."""
+    text = re.sub(r"\bEngineConfig\.(?!parallelism)(\w+)", lambda found: option_of(found[1]), str(error))
+    return " ".join(map(cut, text.split()))
+
+
 def read_size(text: str) -> int:
     """Returns the bytes that a text states: a number, or one with a unit, such as 16GiB or 1.5GB."""
     if (found := re.fullmatch(r"([0-9.]+) ?([KMGT]I?B)", text.upper())) is None:
@@ -321,6 +328,34 @@ def join_processes(arguments: argparse.Namespace) -> None:
     arguments.process_id = jax.process_index()
 
 
+def add_adapters(group: argparse._ArgumentGroup, *, takes_one: bool) -> None:
+    """Adds the option of LoRA adapters; a command for one request takes one."""
+    use = "" if takes_one else ", for requests that name it; may be repeated"
+    help_text = f"LoRA adapter that PEFT has saved{use}"
+    group.add_argument("--adapter", action="append", metavar="NAME=PATH", help=help_text)
+    group.set_defaults(takes_one_adapter=takes_one)
+
+
+def read_adapters(arguments: argparse.Namespace) -> Mapping[str, str]:
+    """Returns the folder or id of each adapter by name, and gives the engine slots for them if nothing else is said.
+
+    Raises ValueError for another form, a repeated name, or several adapters for one request.
+    """
+    adapters: dict[str, str] = {}
+    for text in getattr(arguments, "adapter", None) or ():
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ValueError(f"--adapter {text}: give a name and a folder or id, as in NAME=PATH")
+        if name in adapters:
+            raise ValueError(f"--adapter {text}: the name {name!r} is given twice; give each adapter its own")
+        adapters[name] = path
+    if len(adapters) > 1 and arguments.takes_one_adapter:
+        raise ValueError(f"--adapter is given {len(adapters)} times, and this command computes one request; give one")
+    if adapters:
+        vars(arguments).setdefault("max_adapters", len(adapters))
+    return adapters
+
+
 def from_arguments(config: type, arguments: argparse.Namespace, defaults: Any = None) -> Any:
     """Returns the configuration from the parsed options of `add_fields`; options left out are as in `defaults`."""
     names = {field.name for field in dataclasses.fields(config)}
@@ -330,6 +365,18 @@ def from_arguments(config: type, arguments: argparse.Namespace, defaults: Any = 
         if own and name in names:
             given[name] = kind(**own)
     return config(**given) if defaults is None else dataclasses.replace(defaults, **given)
+
+
+def checked_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Returns the sampling options, and has the engine allow for them; ValueError before a model is loaded."""
+    params = from_arguments(SamplingParams, arguments)
+    if params.structure is not None:
+        from jaxinfer.text.grammar import check_structure
+
+        check_structure(params)
+    if params.prompt_log_probs is not None:
+        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
+    return params
 
 
 class HelpFormatter(argparse.HelpFormatter):

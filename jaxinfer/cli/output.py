@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+EXIT_FAULTS = 1  # the doctor found faults, or requests ended in an error
+
 
 def show(text: object, end: str = "\n") -> None:
     """Prints and flushes. Raises BrokenPipeError if the reader is gone, ValueError if the output is not writable."""

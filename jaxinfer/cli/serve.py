@@ -11,9 +11,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxinfer.cli import adapters
 from jaxinfer.cli.chat import read_template
-from jaxinfer.cli.options import SIZE, from_arguments, read_size, reader
+from jaxinfer.cli.options import SIZE, from_arguments, read_adapters, read_size, reader
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_FILE_BYTES
 from jaxinfer.validation import as_path, require_int, require_real
@@ -137,7 +136,7 @@ def serve(arguments: argparse.Namespace) -> None:
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
     from jaxinfer.engine.engine import name_of
 
-    named, served = adapters.read_option(arguments), arguments.served_name or [name_of(arguments.model)]
+    named, served = read_adapters(arguments), arguments.served_name or [name_of(arguments.model)]
     if taken := sorted(named.keys() & {*served}):
         raise ValueError(f"--adapter {taken[0]}=… has the name of the model; give the adapter another name")
     config = from_arguments(EngineConfig, arguments)
