@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from jaxinfer.engine.frontend.sample_group import SampleGroup
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.request.completion import Completion, Delta
-    from jaxinfer.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ def run_job(
     observe: Callable[[Progress], object],
 ) -> Summary:
     """Runs a job on any engine, as `run_batch` does on that of an `LLM`; `observe` is called after each record."""
-    identity = {**engine.identity(), **form.identity()}
+    identity = {**engine.llm.identity(), **form.identity()}
     loaded = {name: digest[:ADAPTER_DIGEST_LEN] for name, digest in engine.adapter_digests().items()}
     file = shard.path(output_file)
     with ExitStack() as files:
@@ -198,7 +197,7 @@ def run_job(
         job = _Job(engine, identity, output, errors, progress, observe, form=form, is_table=is_table)
         with open_lines(source, shard) as lines, job:
             try:
-                job.run(read_requests(lines, done, engine.default_sampling_params, form))
+                job.run(read_requests(lines, done, engine.llm.default_sampling_params, form))
                 if progress.num_done == num_requests:
                     for each in dict.fromkeys((output, errors)):
                         each.finish()
@@ -269,13 +268,8 @@ class JobEngine(Protocol):
     """The engine of a job, as the job uses it."""
 
     @property
-    def default_sampling_params(self) -> SamplingParams:
-        """The parameters that a line leaves out."""
-        ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that the answers of conversations are written with."""
+    def llm(self) -> LLM | AsyncLLM:
+        """The model, which has the tokenizer of answers and the parameters that a line leaves out."""
         ...
 
     @property
@@ -286,10 +280,6 @@ class JobEngine(Protocol):
     @property
     def may_make_room(self) -> bool:
         """True if the queue may have room later, though it is full and no request of the job is in the engine."""
-        ...
-
-    def identity(self) -> dict[str, str]:
-        """Returns the properties that determine the text of a request."""
         ...
 
     def adapter_digests(self) -> Mapping[str, str]:
@@ -323,27 +313,16 @@ class _SteppedEngine:
     """The engine of an `LLM`, whose steps the job computes."""
 
     def __init__(self, llm: LLM, max_in_flight: int, served_names: Sequence[str]) -> None:
-        self._llm, self._served_names = llm, served_names
+        self.llm, self._served_names = llm, served_names
         self.max_in_flight = max_in_flight
         self._deltas: deque[Delta] = deque()  # of the job; other requests of the engine have their own sinks
 
     @property
-    def default_sampling_params(self) -> SamplingParams:
-        return self._llm.default_sampling_params
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._llm.tokenizer
-
-    @property
     def may_make_room(self) -> bool:
-        return self._llm.has_unfinished
-
-    def identity(self) -> dict[str, str]:
-        return self._llm.identity()
+        return self.llm.has_unfinished
 
     def adapter_digests(self) -> dict[str, str]:
-        with self._llm.engine() as engine:
+        with self.llm.engine() as engine:
             return engine.adapter_digests
 
     def begin(self, request: JobRequest) -> InFlight:
@@ -351,18 +330,18 @@ class _SteppedEngine:
             # The extra that the line was read with.
             from jaxinfer.openai.errors import require_known_model
 
-            names = [*self._llm.model_names, *self._served_names, *self._llm.adapters]
+            names = [*self.llm.model_names, *self._served_names, *self.llm.adapters]
             way_out = "; give served_names (--served-name) the name that lines for this model have"
             require_known_model(request.body.model, names, "job", way_out)
-        prompt, params, chats = prepared(request, self._llm)
-        options: Any = {"priority": "batch", **options_of(request, self._llm)}
-        with self._llm.engine() as engine:
+        prompt, params, chats = prepared(request, self.llm)
+        options: Any = {"priority": "batch", **options_of(request, self.llm)}
+        with self.llm.engine() as engine:
             samples = engine.admit(prompt, params, **options)
             engine.submit(samples, self._deltas.append)
             return InFlight.of(samples, chats)
 
     def outputs(self) -> Iterator[Delta]:
-        with self._llm.engine() as engine:
+        with self.llm.engine() as engine:
             if engine.advance() is None:
                 engine.wait_for_check()
                 if not self._deltas:
@@ -374,7 +353,7 @@ class _SteppedEngine:
             raise error
 
     def drop(self, request_id: int) -> None:
-        self._llm.drop(request_id)
+        self.llm.drop(request_id)
 
 
 def options_of(request: JobRequest, llm: LLM | AsyncLLM) -> dict[str, Any]:
@@ -492,7 +471,7 @@ class _Job:
         try:
             completions = completions if begun.chats is None else begun.chats.answered(completions)
             identity = {**self._identity, **begun.adapter}
-            record = completion_line(request, completions, identity, self._engine.tokenizer, self._form)
+            record = completion_line(request, completions, identity, self._engine.llm.tokenizer, self._form)
         except Exception as error:
             self._refuse(request, error)
             return

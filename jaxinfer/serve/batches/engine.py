@@ -12,12 +12,10 @@ from typing import Any
 
 from jaxinfer.batch_job.job import InFlight, Refusal, options_of, prepared
 from jaxinfer.batch_job.records import JobRequest
-from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.serve.access import Client, restricted
 from jaxinfer.serve.state import ServerState
-from jaxinfer.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.1  # until a batch sees that it is to stop, and until it asks a full queue again
 
@@ -40,20 +38,12 @@ class BatchEngine:
         max_rows: Callable[[], int],
         check_stop: Callable[[], object],
     ) -> None:
-        self._state, self._llm = state, state.llm
+        self._state, self.llm = state, state.llm
         self._tenant, self._client = tenant, clients[0] if clients else None
         self._max_rows, self._check_stop = max_rows, check_stop
         self._queue: SimpleQueue[tuple[int, Delta | Exception]] = SimpleQueue()
         self._num_prompt_tokens: dict[int, int] = {}  # of requests that have no completion yet
         self._full_until = 0.0  # on time.monotonic
-
-    @property
-    def default_sampling_params(self) -> SamplingParams:
-        return self._llm.default_sampling_params
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._llm.tokenizer
 
     @property
     def max_in_flight(self) -> int:
@@ -66,11 +56,8 @@ class BatchEngine:
             return 0
         return int(min(self._max_rows(), client.max_in_flight))
 
-    def identity(self) -> dict[str, str]:
-        return self._llm.identity()
-
     def adapter_digests(self) -> dict[str, str]:
-        return self._llm.engine_thread.engine.adapter_digests
+        return self.llm.engine_thread.engine.adapter_digests
 
     def begin(self, request: JobRequest) -> InFlight:
         self._check_stop()
@@ -80,13 +67,13 @@ class BatchEngine:
         if request.chat is not None:
             request = replace(request, chat=self._state.with_template(request.chat))
         self._state.require_room(1, request.sampling_params)
-        options: Any = {**options_of(request, self._llm), "priority": "batch"}
+        options: Any = {**options_of(request, self.llm), "priority": "batch"}
         if self._tenant is not None:
             options = restricted(options, self._tenant)
-        prompt, params, chats = prepared(request, self._llm)
-        samples = self._llm.engine_thread.engine.admit(prompt, params, **options)
+        prompt, params, chats = prepared(request, self.llm)
+        samples = self.llm.engine_thread.engine.admit(prompt, params, **options)
         self._num_prompt_tokens[samples.request_id] = samples.requests[0].num_prompt_tokens
-        self._llm.engine_thread.submit(samples, partial(self._send, samples.request_id))
+        self.llm.engine_thread.submit(samples, partial(self._send, samples.request_id))
         return InFlight.of(samples, chats)
 
     def _send(self, request_id: int, item: Delta | Exception) -> None:
@@ -117,4 +104,4 @@ class BatchEngine:
                 yield item
 
     def drop(self, request_id: int) -> None:
-        self._llm.engine_thread.call(lambda engine: engine.drop(request_id))
+        self.llm.engine_thread.call(lambda engine: engine.drop(request_id))
