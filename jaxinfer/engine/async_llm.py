@@ -22,14 +22,13 @@ from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.fair_threads import FairThreads
 from jaxinfer.engine.frontend.admission import (
     ONE_TOKEN,
-    Conversation,
     Prompt,
     RequestOptions,
     as_params,
     as_prompts,
     check_names,
 )
-from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Rendering, render_chats
+from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Conversation, Rendering, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import CompletionCollector, SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta

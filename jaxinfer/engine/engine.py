@@ -29,10 +29,10 @@ from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
     Admission,
     Prompt,
-    PromptTooLongError,
     RequestOptions,
     check_names,
     checked_adapter_name,
+    refusals_of,
 )
 from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.health import Health, require_own_process
@@ -215,12 +215,8 @@ class Engine:
         """Admits prompts with the parameters of each; ValueError names the number of the prompt that is refused."""
         groups: list[SampleGroup] = []
         for i, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
-            try:
+            with refusals_of(f"prompt {i}"):
                 groups.append(self.admit(prompt, sampling, **options))
-            except PromptTooLongError as error:
-                raise PromptTooLongError(f"prompt {i}: {error}") from None
-            except ValueError as error:
-                raise ValueError(f"prompt {i}: {error}") from None
         return groups
 
     def check_samples(self, name: str, count: int) -> None:

@@ -24,7 +24,6 @@ from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
     ONE_TOKEN,
-    Conversation,
     Prompt,
     RequestOptions,
     as_params,
@@ -32,7 +31,7 @@ from jaxinfer.engine.frontend.admission import (
     check_names,
 )
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
-from jaxinfer.engine.frontend.chats import render_chats
+from jaxinfer.engine.frontend.chats import Conversation, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.outputs import DeltaBuffer
 from jaxinfer.engine.guarded_engine import GuardedEngine

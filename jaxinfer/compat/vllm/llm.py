@@ -34,7 +34,8 @@ from jaxinfer.compat.vllm.pooling_params import PoolingParams
 from jaxinfer.compat.vllm.sampling_params import SamplingParams
 from jaxinfer.compat.vllm.tokenizers import get_tokenizer
 from jaxinfer.engine import llm as ours
-from jaxinfer.engine.frontend.admission import ONE_TOKEN, as_conversations, as_prompts
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, as_prompts
+from jaxinfer.engine.frontend.chats import as_conversations
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import require, shown

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import secrets
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -20,7 +21,7 @@ from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, Sh
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.names import way_out
 from jaxinfer.parallel.placement import ONE_DEVICE
-from jaxinfer.plain_values import is_missing, plain, plain_mapping
+from jaxinfer.plain_values import is_missing
 from jaxinfer.text.answers.structure import compile_structure
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.grammar import GrammarCompiler
@@ -29,12 +30,10 @@ from jaxinfer.validation import (
     MAX_FLOAT,
     MAX_INT,
     MAX_ITEMS,
-    as_bool,
     as_float,
     as_plain,
     as_tuple,
     is_real,
-    require,
     shown,
 )
 
@@ -48,6 +47,16 @@ PROMPT_KEYS = {"prompt", "prompt_token_ids"}
 
 class PromptTooLongError(ValueError):
     """A prompt has more tokens than the engine takes: shorten it, or raise `EngineConfig.max_model_len`."""
+
+
+@contextmanager
+def refusals_of(place: str) -> Iterator[None]:
+    """Has the message of a ValueError begin with its place, such as the number of a prompt."""
+    try:
+        yield
+    except ValueError as error:
+        kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
+        raise kind(f"{place}: {error}") from None
 
 
 class RequestOptions(TypedDict, total=False):
@@ -140,7 +149,6 @@ def _check_name_length(name: str, text: str) -> None:
 # The parameters of a prompt to embed. A step that computes the end of a prompt samples a token after it; an embedding
 # ignores this token, and a model without logits samples none.
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
-Conversation = Sequence[Mapping[str, Any]]  # messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +327,7 @@ class Admission:
     def encode(self, prompt: Prompt, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, or of token ids; ValueError names the parameter `name`."""
         prompt = as_plain(name, prompt)
-        _require_value(name, prompt)
+        require_value(name, prompt)
         if isinstance(prompt, Mapping) and prompt.keys() <= PROMPT_KEYS:
             given = [value for value in prompt.values() if value is not None]
             if len(given) != 1:
@@ -437,7 +445,7 @@ class Admission:
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or several as a list of prompts; ValueError for more than MAX_ITEMS of them."""
     items = as_plain("prompts", prompts)
-    _require_value("prompts", items)
+    require_value("prompts", items)
     is_prompt = isinstance(items, Mapping) and (not items or items.keys() & PROMPT_KEYS)
     if isinstance(items, str) or is_prompt:  # a mapping with further keys is refused by their names
         return [items]
@@ -452,54 +460,6 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _are_token_ids(items: Sequence[Any]) -> bool:
     """True if the items are one prompt. Looks at no more than MAX_ITEMS: a range may have 2**60."""
     return bool(items) and all(isinstance(item, Integral) for item in islice(items, MAX_ITEMS))
-
-
-def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Returns one conversation or several as a list of conversations."""
-
-    def plain_item(value: Any) -> Any:
-        """Returns a row of a table of messages as a message; another column may be a conversation."""
-        row = plain_mapping(value)
-        return row if isinstance(row, Mapping) and "role" in row else plain(value)
-
-    items: Any = as_tuple("messages", messages, "a list of messages, or several of these", plain_item)
-    return [items] if all(isinstance(item, Mapping) for item in items) else list(items)
-
-
-def render(
-    tokenizer: Tokenizer,
-    messages: Conversation | Sequence[Conversation],
-    *,
-    check_text: Callable[[str, str], None],
-    variables: Mapping[str, Any] | None,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    **arguments: Any,
-) -> list[list[int]]:
-    """Returns the token ids of each conversation by the chat template, which reads `variables`.
-
-    `check_text(name, text)` raises ValueError for a text that is too long to encode. With add_generation_prompt=None
-    the template begins an answer, unless it continues the final message. The other arguments are those of
-    `Tokenizer.render_chat`. Raises ValueError if a conversation cannot be rendered.
-    """
-    variables = as_plain("chat_template_kwargs", variables, plain_mapping)
-    is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
-    require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
-    continues = as_bool("continue_final_message", continue_final_message)
-    begins = not continues if add_generation_prompt is None else add_generation_prompt
-    arguments |= {"continue_final_message": continues, "add_generation_prompt": begins}
-    prompts: list[list[int]] = []
-    for i, conversation in enumerate(as_conversations(messages)):
-        try:
-            _require_value("messages", conversation)
-            text = tokenizer.render_chat(conversation, variables=variables, **arguments)
-            check_text("its text", text)
-            prompts.append(tokenizer.encode(text, add_special_tokens=False))
-        except PromptTooLongError as error:
-            raise PromptTooLongError(f"conversation {i}: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"conversation {i}: {error}") from None
-    return prompts
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
@@ -519,6 +479,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return params
 
 
-def _require_value(name: str, value: Any) -> None:
+def require_value(name: str, value: Any) -> None:
+    """Raises ValueError for a value that a table has for none."""
     if is_missing(value):
         raise ValueError(f"{name} {shown(value)} is a missing value; drop its row or fill it")

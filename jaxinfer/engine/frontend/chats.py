@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from jaxinfer.engine.frontend.admission import Conversation, RequestOptions, as_params, render
+from jaxinfer.engine.frontend.admission import RequestOptions, as_params, refusals_of, require_value
 from jaxinfer.engine.request.completion import Completion
+from jaxinfer.plain_values import plain, plain_mapping
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.answers.answers import AnswerForm, Answers
 from jaxinfer.text.answers.tools import read_choice
 from jaxinfer.text.chat_template import json_objects
-from jaxinfer.validation import as_plain
+from jaxinfer.validation import as_bool, as_plain, as_tuple, require
+
+Conversation = Sequence[Mapping[str, Any]]  # messages
 
 
 class Rendering(TypedDict, total=False):
@@ -50,6 +53,18 @@ class Chats:
         ]
 
 
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Returns one conversation or several as a list of conversations."""
+
+    def plain_item(value: Any) -> Any:
+        """Returns a row of a table of messages as a message; another column may be a conversation."""
+        row = plain_mapping(value)
+        return row if isinstance(row, Mapping) and "role" in row else plain(value)
+
+    items: Any = as_tuple("messages", messages, "a list of messages, or several of these", plain_item)
+    return [items] if all(isinstance(item, Mapping) for item in items) else list(items)
+
+
 def render_chats(
     answers: Answers | None,
     default_params: SamplingParams,
@@ -75,10 +90,9 @@ def render_chats(
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
     if tools and answer_style is None:
         _require_shown(answers, tools, tool_choice, chat_template)
-    prompts = render(
-        answers.tokenizer,
+    prompts = _render(
+        answers,
         messages,
-        check_text=answers.check_text,
         tools=tools,
         documents=documents,
         chat_template=chat_template,
@@ -97,6 +111,36 @@ def render_chats(
     given = [default_params if one is None else one for one in as_params(sampling_params, len(prompts))]
     params = [form.sampling_params(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
     return Chats(prompts, params, form)
+
+
+def _render(
+    answers: Answers,
+    messages: Conversation | Sequence[Conversation],
+    *,
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    **arguments: Any,
+) -> list[list[int]]:
+    """Returns the token ids of each conversation by the chat template, which reads `variables`.
+
+    With add_generation_prompt=None the template begins an answer, unless it continues the final message. The other
+    arguments are those of `Tokenizer.render_chat`. Raises ValueError if a conversation cannot be rendered.
+    """
+    variables = as_plain("chat_template_kwargs", variables, plain_mapping)
+    is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
+    require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
+    continues = as_bool("continue_final_message", continue_final_message)
+    begins = not continues if add_generation_prompt is None else add_generation_prompt
+    arguments |= {"continue_final_message": continues, "add_generation_prompt": begins}
+    prompts: list[list[int]] = []
+    for i, conversation in enumerate(as_conversations(messages)):
+        with refusals_of(f"conversation {i}"):
+            require_value("messages", conversation)
+            text = answers.tokenizer.render_chat(conversation, variables=variables, **arguments)
+            answers.check_text("its text", text)
+            prompts.append(answers.tokenizer.encode(text, add_special_tokens=False))
+    return prompts
 
 
 def _require_shown(answers: Answers, tools: Sequence[Any], tool_choice: Any, chat_template: str | None) -> None:
