@@ -167,7 +167,7 @@ class SimulatedEngine:
                 chunks = speculation.add_drafts(chunks, self._tables)
             step = Step(chunks, is_ahead=is_ahead)
             now, work = machine.now, machine.work
-            is_ahead = num_to_come(request) > 1 and speculation.can_overlap(step)
+            is_ahead = num_to_come(request) > 1 and speculation.decide_overlap(step)
             machine.now = now + HOST_SHARE * (machine.now - now)
             machine.work = work + HOST_SHARE * (machine.work - work)
             machine.compute(step)

@@ -60,8 +60,8 @@ class Speculator(Protocol):
         """Returns the number of drafts for which requests that prefill leave room in the next step."""
         ...
 
-    def can_overlap(self, step: Step) -> bool:
-        """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
+    def decide_overlap(self, step: Step) -> bool:
+        """Decides on drafts after `step`, which is launched; True if the next step need not wait for its tokens."""
         ...
 
     def add_drafts(self, chunks: Chunks, tables: BlockTables) -> Chunks:
@@ -393,7 +393,7 @@ class Scheduler:
 
     def _look_ahead(self, step: Step) -> bool:
         """True if the next step can be scheduled before the tokens of `step` are known; then records its launch."""
-        if self._speculation is not None and not self._speculation.can_overlap(step):
+        if self._speculation is not None and not self._speculation.decide_overlap(step):
             return False
         if self.replicas[step.replica].running.hands_over and any(chunk.is_last for chunk in step.chunks):
             return False  # else the hand-over of its requests would wait for the next step

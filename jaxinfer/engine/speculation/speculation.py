@@ -51,12 +51,13 @@ class Speculation:
         self.num_drafts: tuple[int, ...] = ()  # of each request in the last step that decoded every request
         self.num_reserved = 0  # drafts for which requests that prefill leave room in the next step
 
-    def can_overlap(self, step: Step) -> bool:
-        """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
-        self._has_waited = not self._can_overlap(step)
+    def decide_overlap(self, step: Step) -> bool:
+        """Decides on drafts after `step`, which is launched; True if the next step need not wait for its tokens."""
+        self._has_waited = not self._reserve_drafts(step)
         return not self._has_waited
 
-    def _can_overlap(self, step: Step) -> bool:
+    def _reserve_drafts(self, step: Step) -> bool:
+        """Counts the drafts that the step after `step` is to have room for; True if it takes none."""
         if self._policy is None or step.is_verify:
             return False
         self.num_reserved = 0

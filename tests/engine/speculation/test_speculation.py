@@ -467,12 +467,12 @@ def test_steps_without_drafts_are_launched_ahead_and_no_bit_changes(crowded_llm,
     drafter, passed, coin = ScriptedDrafter(0.4, answers), [], random.Random(0)
     times: Any = FixedTimes(0.3)
     speculation = Speculation(drafter, max_drafts=3, max_tokens=5, times=times)
-    ask = speculation.can_overlap
+    ask = speculation.decide_overlap
     monkeypatch.setattr(speculation._policy, "count_promising", lambda *_: coin.randrange(2))
     # However slow this machine is, drafts are made where the coin says so.
     monkeypatch.setattr(speculation._policy, "_budget", 1e9)
     monkeypatch.setattr(speculation._policy, "_num_plain", 0)
-    monkeypatch.setattr(speculation, "can_overlap", lambda step: passed.append(ask(step)) or passed[-1])
+    monkeypatch.setattr(speculation, "decide_overlap", lambda step: passed.append(ask(step)) or passed[-1])
     monkeypatch.setattr(scheduler_of(crowded_llm), "_speculation", speculation)
     forget_prefixes(crowded_llm)
     before = crowded_llm.metrics().num_drafted_tokens
@@ -539,7 +539,7 @@ class Bench:
         if (error := self.speculation.take_error()) is not None:
             raise error
         step = Step(chunks, is_ahead=self.is_ahead)
-        self.is_ahead = self.speculation.can_overlap(step)
+        self.is_ahead = self.speculation.decide_overlap(step)
         num_drafts = sum(len(chunk.drafts) for chunk in chunks)
         seconds = 1.0 if self.times is None else float(self.times.seconds(len(chunks), num_drafts)[-1])
         emitted = []
