@@ -254,7 +254,6 @@ def chat_choice(completion: Completion, index: int, body: ChatBody, tokenizer: T
         "message": message | ({"tool_calls": calls} if calls else {}),
         "logprobs": _chat_log_probs(completion, tokenizer) if body.logprobs else None,
         **_end(completion, has_calls=bool(calls)),
-        "seed": completion.seed,
     }
     return choice | _token_fields(completion, body)
 
@@ -293,8 +292,7 @@ class ChatChunks:
         }
         choice |= _token_fields(delta, body)
         if completion is not None:
-            end = _end(completion, has_calls=delta.sample_index in self._with_calls)
-            choice |= {**end, "seed": completion.seed}
+            choice |= _end(completion, has_calls=delta.sample_index in self._with_calls)
         return choice
 
     def _parts(self, delta: Delta) -> dict[str, Any]:
@@ -348,9 +346,8 @@ def completion_choice(
     choice: dict[str, Any] = {
         "index": index,
         "text": prompt + completion.text,
-        "logprobs": tokens.log_probs(tokens.output_rows(completion), rows, prompt),
+        "logprobs": tokens.log_probs(_output_rows(completion), rows, prompt),
         **_end(completion),
-        "seed": completion.seed,
     }
     choice |= _token_fields(completion, body)
     if body.return_token_ids:
@@ -379,12 +376,12 @@ class CompletionChunks:
         choice: dict[str, Any] = {
             "index": self._first_index + delta.sample_index,
             "text": delta.text,
-            "logprobs": tokens.log_probs(tokens.output_rows(delta)),
+            "logprobs": tokens.log_probs(_output_rows(delta)),
             "finish_reason": None,
         }
         choice |= _token_fields(delta, body)
         if completion is not None:
-            choice |= {**_end(completion), "seed": completion.seed}
+            choice |= _end(completion)
         return choice
 
 
@@ -433,10 +430,6 @@ class _CompletionTokens:
         self._offset = len(text)
         return offsets
 
-    def output_rows(self, output: Completion | Delta) -> Sequence[_Row]:
-        tops = output.top_log_probs or ({},) * len(output.token_ids)
-        return list(zip(output.token_ids, output.log_probs, tops, strict=True))
-
     def log_probs(self, rows: Sequence[_Row], prompt: Sequence[_Row] = (), text: str = "") -> dict[str, Any] | None:
         """Returns the fields of tokens, those of a prompt and its text before those of the output."""
         if self._body.logprobs is None:
@@ -479,15 +472,18 @@ class _CompletionTokens:
 def _end(completion: Completion, *, has_calls: bool = False) -> dict[str, Any]:
     reason = completion.finish_reason
     shown = "tool_calls" if has_calls and reason == "stop" else FINISH_REASONS[reason]
-    return {"finish_reason": shown, "engine_finish_reason": reason}
+    return {"finish_reason": shown, "engine_finish_reason": reason, "seed": completion.seed}
+
+
+def _output_rows(output: Completion | Delta) -> list[tuple[int, float, Mapping[int, float]]]:
+    tops = output.top_log_probs or ({},) * len(output.token_ids)
+    return list(zip(output.token_ids, output.log_probs, tops, strict=True))
 
 
 def _chat_log_probs(output: Completion | Delta, tokenizer: Tokenizer) -> dict[str, Any]:
-    tops = output.top_log_probs or ({},) * len(output.token_ids)
-    rows = zip(output.token_ids, output.log_probs, tops, strict=True)
     content = [
         {**_log_prob(token_id, value, tokenizer), "top_logprobs": [_log_prob(*pair, tokenizer) for pair in top.items()]}
-        for token_id, value, top in rows
+        for token_id, value, top in _output_rows(output)
     ]
     return {"content": content, "refusal": None}
 
