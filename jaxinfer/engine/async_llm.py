@@ -20,14 +20,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.fair_threads import FairThreads
-from jaxinfer.engine.frontend.admission import (
-    ONE_TOKEN,
-    Prompt,
-    RequestOptions,
-    as_params,
-    as_prompts,
-    check_names,
-)
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, Prompt, RequestOptions, check_names
 from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Conversation, Rendering, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import CompletionCollector, SampleGroup
@@ -285,8 +278,7 @@ class AsyncLLM:
 
         def admit() -> list[SampleGroup]:
             check_names(options)
-            several = as_prompts(prompts)
-            return self._engine.admit_all(several, as_params(params, len(several)), **options)
+            return self._engine.admit_all(prompts, params, **options)
 
         each = params if isinstance(params, list | tuple) else [params]
         has_structure = any(isinstance(one, SamplingParams) and self._engine.must_compile(one) for one in each)

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import jax
-
 from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -30,12 +28,14 @@ from jaxinfer.engine.frontend.admission import (
     Admission,
     Prompt,
     RequestOptions,
+    as_params,
+    as_prompts,
     check_names,
     checked_adapter_name,
     refusals_of,
 )
 from jaxinfer.engine.frontend.branches import Branches
-from jaxinfer.engine.frontend.health import Health, require_own_process
+from jaxinfer.engine.frontend.lifecycle import FAILURE_NOTE, Lifecycle, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
 from jaxinfer.engine.frontend.page_identity import describe_dtype, text_identity
 from jaxinfer.engine.frontend.sample_group import SampleGroup
@@ -47,9 +47,9 @@ from jaxinfer.engine.text_checks import TextChecks
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.adapted_params import Adapter
 from jaxinfer.model.params import Params, fit_params
-from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.sampling.processors import LogitsProcessor, checked_processors
 from jaxinfer.text.answers.answers import Answers
-from jaxinfer.validation import as_bool, require, shown
+from jaxinfer.validation import as_bool, require
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def name_of(model: str | Path | None) -> str:
 
 
 class Engine:
-    """A model, its requests and its device. One thread at a time uses it; `LLM` and `EngineThread` see to that.
+    """A model, its requests and its device. One thread at a time uses it, by `GuardedEngine` or `EngineThread`.
 
     The life of a request: `admit` checks a prompt, `submit` queues it with a sink, and each `advance` computes a step
     and gives its deltas to the sinks. The arguments of the constructor are those of `LLM`.
@@ -87,30 +87,34 @@ class Engine:
     ) -> None:
         show_progress = is_shown(show_progress)
         config = EngineConfig() if config is None else config
-        _check_types(model, config, logits_processors)
+        is_path = model is None or (isinstance(model, str | Path) and model != "")
+        require(is_path, "model", model, "a folder or Hub id as text or Path, or None for the bundled model")
+        require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
+        custom = checked_processors(logits_processors)
         require_own_process()
         enable_compilation_cache()
         self._dtype = resolve_dtype(dtype)
         self._checkpoint = open_checkpoint(BUNDLED_MODEL if model is None else model)
         # In requests that name their model: the shorter name, and the one that was given.
         self.model_names = tuple(dict.fromkeys((name_of(model), *(() if model is None else (str(model),)))))
-        self._health = Health()
+        self._lifecycle = Lifecycle("LLM", FAILURE_NOTE)
         parts = build_engine(
             self._checkpoint,
             config,
             self._dtype,
-            custom=dict(logits_processors or {}),
+            custom=custom,
             speculation=speculation,
             devices=devices,
-            on_failure=self._health.fail,
+            on_failure=self._lifecycle.fail,
             show_progress=show_progress,
         )
         self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
         self._admission, self._scheduler = parts.admission, parts.scheduler
         self.answers = None if self.tokenizer is None else Answers(self.tokenizer, self._admission.check_characters)
         self._warm_ups, self._runners, self._speculation = parts.warm_ups, parts.runners, parts.speculation
+        self._placement = self._warm_ups[0].model.placement
         self._pipelines = [
-            Pipeline(parts.scheduler, runner, replica=index, on_failure=self._health.fail)
+            Pipeline(parts.scheduler, runner, replica=index, on_failure=self._lifecycle.fail)
             for index, runner in enumerate(parts.runners)
         ]
         self._routes, self._checks = OutputRoutes(), TextChecks()
@@ -126,8 +130,8 @@ class Engine:
     def description(self) -> str:
         """The model, its limits and the engine's state in a line."""
         model, state = self.model_config, "closed"
-        if not self._health.is_closed:
-            state = f"{self._scheduler.num_unfinished} unfinished requests" if self._health.is_good else "failed"
+        if not self._lifecycle.is_closed:
+            state = f"{self._scheduler.num_unfinished} unfinished requests" if self._lifecycle.is_open else "failed"
         dtype = describe_dtype(self._dtype, self.engine_config)
         return (
             f"{self._checkpoint.path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {dtype},"
@@ -136,12 +140,12 @@ class Engine:
 
     def check(self) -> None:
         """Raises RuntimeError if the engine is closed, has failed, or belongs to another process."""
-        self._health.check()
+        self._lifecycle.check()
 
     @property
     def failure(self) -> BaseException | None:
         """The exception of the device that ended the engine, or None; None after `close`, which frees it."""
-        return self._health.failure
+        return self._lifecycle.failure
 
     @property
     def num_unfinished(self) -> int:
@@ -208,13 +212,14 @@ class Engine:
 
     def admit_all(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: Sequence[SamplingParams | None],
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         **options: Unpack[RequestOptions],
     ) -> list[SampleGroup]:
-        """Admits prompts with the parameters of each; ValueError names the number of the prompt that is refused."""
-        groups: list[SampleGroup] = []
-        for i, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
+        """Admits prompts, with one SamplingParams for all or for each; ValueError names the prompt that is refused."""
+        check_names(options)
+        several, groups = as_prompts(prompts), list[SampleGroup]()
+        for i, (prompt, sampling) in enumerate(zip(several, as_params(sampling_params, len(several)), strict=True)):
             with refusals_of(f"prompt {i}"):
                 groups.append(self.admit(prompt, sampling, **options))
         return groups
@@ -259,7 +264,7 @@ class Engine:
 
     def ready(self) -> Ready | None:
         """Returns the state of compilation at this moment, with the memory plan; None after `close` or a failure."""
-        return Ready.of_all([warm_up.ready() for warm_up in self._warm_ups]) if self._health.is_good else None
+        return Ready.of_all([warm_up.ready() for warm_up in self._warm_ups]) if self._lifecycle.is_open else None
 
     def warm_up(self, *, show_progress: bool, description: str = DESCRIPTION) -> Ready:
         """Compiles all steps, waits for them, and returns their number, compile seconds and memory plan."""
@@ -270,7 +275,7 @@ class Engine:
         return Ready.of_all([warm_up.ready() for warm_up in warm_ups])
 
     def __getattr__(self, name: str) -> Any:
-        if "_health" in vars(self):
+        if "_lifecycle" in vars(self):
             self.check()  # `close` has removed the attribute while another thread was in one of these methods
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -278,9 +283,10 @@ class Engine:
 
     def close(self) -> None:
         """Frees the memory of parameters, cache and compiled steps. No sink receives anything more."""
-        if self._health.is_closed:
+        if self._lifecycle.is_closed:
             return
-        self._health.close()
+        self._lifecycle.close()
+        self._lifecycle.failure = None  # its traceback may refer to the device's memory
         self._checks.close()
         for runner in self._runners:
             runner.close()  # a drafter may still refer to it
@@ -306,7 +312,7 @@ class Engine:
         samples.is_submitted = True
         if samples.params_version != self._admission.params_version:
             for request in samples.requests:
-                request.keys = request.keys and self._admission.page_keys(request.cache_salt, request.adapter)
+                request.keys = self._admission.renewed_keys(request)
         self._routes.open(samples, sink)
         for request in samples.requests:
             self._scheduler.add(request)
@@ -369,7 +375,7 @@ class Engine:
 
     def drop(self, request_id: int) -> None:
         """Ends a request, whose sink receives nothing more. Does nothing if the request or the engine has ended."""
-        if not self._health.is_good:
+        if not self._lifecycle.is_open:
             return
         sample_ids = self._routes.sample_ids(request_id)
         self._routes.close(request_id)
@@ -391,7 +397,7 @@ class Engine:
     def save(self, request_id: int, path: Path) -> None:
         """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
         self.check()
-        self._require_one_process("save")
+        self._placement.require_one_process("save")
         if self._scheduler.has_states:  # a launched step has moved on the states; they are then those of its tokens
             for deltas in itertools.chain.from_iterable(pipeline.settle() for pipeline in self._pipelines):
                 self._deliver(deltas)
@@ -400,7 +406,7 @@ class Engine:
     def restore(self, path: Path, sink: Sink) -> int:
         """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
         self.check()
-        self._require_one_process("restore")
+        self._placement.require_one_process("restore")
         request = self._branches.restore(path, next(self._ids))
         return self.submit(self._group(self._admission, [request]), sink)
 
@@ -429,17 +435,15 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
         self.check()
-        self._require_one_process("update_params")
+        self._placement.require_one_process("update_params")
         if isinstance(params, Params):
             params = fit_params(params, self.model_config)
         require_alike(params, self._runners[0].params)
         # Processes share a disk cache, and none of them has these parameters: the version must be unique.
         version = f", updated to {secrets.token_hex(16)}"
-        self._admission = admission = replace(self._admission, params_version=version)
+        self._admission = replace(self._admission, params_version=version)
         self._branches = self._make_branches()
-        self._scheduler.recompute(
-            lambda request: request.keys and admission.page_keys(request.cache_salt, request.adapter)
-        )
+        self._scheduler.recompute(self._admission.renewed_keys)
         if self._speculation is not None:
             self._speculation.update_target(abstract(params))  # its drafter refers to the old tensors too
         for runner in self._runners:
@@ -455,14 +459,14 @@ class Engine:
         A completion whose request asked for `prompt_log_probs` is compared in its prompt too.
         """
         self.check()
-        self._require_one_process("agreement")
+        self._placement.require_one_process("agreement")
         return agreement(
             completions,
             self._runners[0].params,
             config=self.model_config,
             page_size=self._admission.cache_config.page_size,
             dtype=self._dtype,
-            mesh=self._warm_ups[0].model.placement.mesh,
+            mesh=self._placement.mesh,
             between_texts=between_texts,
         )
 
@@ -487,26 +491,8 @@ class Engine:
             logger.info("the sink of request %d raised %r, so the request ends", request_id, error)
             self.drop(request_id)
 
-    def _require_one_process(self, name: str) -> None:
-        if self._warm_ups[0].model.placement.spans_processes:
-            raise ValueError(
-                f"{name} needs parameters and pages that one process has, and this engine has devices of"
-                f" {jax.process_count()}; use an engine with no more devices than a process has"
-            )
-
     def _group(self, admission: Admission, requests: Sequence[Request]) -> SampleGroup:
         return SampleGroup(requests, admission.params_version, self._ids)
 
     def _make_branches(self) -> Branches:
         return Branches(self._admission, self._scheduler, self._runners, self._checkpoint)
-
-
-def _check_types(model: Any, config: Any, processors: Any) -> None:
-    is_path = model is None or (isinstance(model, str | Path) and model != "")
-    require(is_path, "model", model, "a folder or Hub id as text or Path, or None for the bundled model")
-    require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
-    are_named = processors is None or isinstance(processors, Mapping)
-    require(are_named, "logits_processors", processors, "a mapping from names to functions")
-    for name, function in dict(processors or {}).items():
-        require(isinstance(name, str) and bool(name), "logits_processors", name, "named by text that is not empty")
-        require(callable(function), f"logits_processors[{shown(name)}]", function, "a function")

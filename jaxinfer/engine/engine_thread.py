@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.frontend.lifecycle import Lifecycle
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.validation import require, require_real
@@ -48,16 +49,20 @@ class EngineThread:
     def __init__(self, engine: Engine) -> None:
         require(isinstance(engine, Engine), "engine", engine, "an Engine")
         self.engine = engine  # other threads may call what its docstring allows
-        self.failure: BaseException | None = None  # the exception that ended the engine
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()  # a command comes either before the end or after it
-        self._end_reason: str | None = None  # why no more commands are taken
+        self._lifecycle = Lifecycle("engine")  # after its end no more commands are taken
         self._step_began: float | None = None  # on time.monotonic
         self._closing_time = math.inf  # on time.monotonic: unfinished requests are aborted then
         engine.on_check(lambda: self._commands.put(_wake_up))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)  # Python must not end while a daemon thread is inside JAX
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that has ended the engine, or None."""
+        return self._lifecycle.failure
 
     @property
     def step_seconds(self) -> float:
@@ -111,7 +116,7 @@ class EngineThread:
         if threading.current_thread() is self._thread:
             raise RuntimeError("close waits for the engine's thread, so sinks and commands may not call it")
         with self._lock:
-            self._end_reason = self._end_reason or "is closed"
+            self._lifecycle.close()
             self._closing_time = min(self._closing_time, time.monotonic() + drain_seconds)
             self._commands.put(_wake_up)
         self._thread.join()
@@ -123,43 +128,36 @@ class EngineThread:
     def _post(self, command: Callable[[], None]) -> RuntimeError | None:
         """Queues a command; returns the refusal if no more commands are taken."""
         with self._lock:
-            if self._end_reason is None:
+            if self._lifecycle.is_open:
                 try:
                     self.engine.check()  # in a fork of the process there is no thread that takes commands
                 except RuntimeError as error:
                     return error
                 self._commands.put(command)
                 return None
-        return self._refusal()
-
-    def _refusal(self) -> RuntimeError:
-        refusal = RuntimeError(f"this engine {self._end_reason}; make a new one")
-        refusal.__cause__ = self.failure
-        return refusal
+        return self._lifecycle.refusal()
 
     def _run(self) -> None:
         try:
             self._serve()
         except BaseException as error:
-            self.failure = self.engine.failure or error
+            with self._lock:  # after this no command comes
+                self._lifecycle.fail(self.engine.failure or error)
             logger.critical("the engine has failed, and its unfinished requests with it", exc_info=error)
-        with self._lock:  # after this no command comes
-            if self.failure is not None:
-                self._end_reason = f"has failed ({type(self.failure).__name__}: {self.failure})"
         try:
             self._obey()
             if self.failure is None:
                 self.engine.abort_all()
         finally:
             for sink in self.engine.sinks.values():
-                _end(cast(ThreadSink, sink), self._refusal())
+                _end(cast(ThreadSink, sink), self._lifecycle.refusal())
             self.engine.close()
 
     def _serve(self) -> None:
         """Computes steps and obeys commands until the engine is to be closed; raises if the engine cannot go on."""
         num_attempts = 0
         while True:
-            is_closing = self._end_reason is not None  # then all commands have come
+            is_closing = not self._lifecycle.is_open  # then all commands have come
             if not self.engine.has_steps and not is_closing:
                 self._commands.get()()
             elif not self.engine.has_steps and self.engine.num_unfinished:  # the end of a check comes as a command

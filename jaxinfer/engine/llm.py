@@ -22,14 +22,7 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import (
-    ONE_TOKEN,
-    Prompt,
-    RequestOptions,
-    as_params,
-    as_prompts,
-    check_names,
-)
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, Prompt, RequestOptions, as_prompts, check_names
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.frontend.chats import Conversation, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
@@ -329,10 +322,7 @@ class LLM:
         Ctrl-C aborts the requests and leaves the LLM usable.
         """
         show_progress = is_shown(show_progress)
-        check_names(options)
-        prompts = as_prompts(prompts)
-        params = as_params(sampling_params, len(prompts))
-        return self._guarded.collect(self._engine.admit_all(prompts, params, **options), show_progress)
+        return self._guarded.collect(self._engine.admit_all(prompts, sampling_params, **options), show_progress)
 
     def chat(
         self,
@@ -409,8 +399,7 @@ class LLM:
         normalize = as_bool("normalize", normalize)
         show_progress = is_shown(show_progress)
         check_names(options)
-        prompts = as_prompts(prompts)
-        groups = self._engine.admit_all(prompts, [ONE_TOKEN] * len(prompts), **options)
+        groups = self._engine.admit_all(prompts, ONE_TOKEN, **options)
         poolings = [begin_pooling(samples, pooling) for samples in groups]
         completions = self._guarded.collect(groups, show_progress)
         return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)

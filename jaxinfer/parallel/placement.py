@@ -106,6 +106,14 @@ class Placement:
         """True if devices of other processes take part."""
         return self.mesh is not None and not are_own(self.mesh.devices.flat)
 
+    def require_one_process(self, name: str) -> None:
+        """Raises ValueError if devices of other processes take part, which a call of this name cannot have."""
+        if self.spans_processes:
+            raise ValueError(
+                f"{name} needs parameters and pages that one process has, and this engine has devices of"
+                f" {jax.process_count()}; use an engine with no more devices than a process has"
+            )
+
     @property
     def num_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size

@@ -7,7 +7,7 @@ and frequency penalties, which it does not have, follow OpenAI's API.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import struct
 
 from jaxinfer.model.batch import PADDING_TOKEN
 from jaxinfer.sampling.batch import ProcessorBatch
+from jaxinfer.validation import require, shown
 
 
 @struct.dataclass
@@ -29,6 +30,17 @@ class Context:
 # What a user may add: (logits f32[V], tokens i32[L], their number i32[], the request's argument f32[]) -> logits
 # f32[V]. Past their number, tokens are PADDING_TOKEN. It is traced into the step and called for one row under vmap.
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def checked_processors(processors: Mapping[str, LogitsProcessor] | None) -> dict[str, LogitsProcessor]:
+    """Returns a user's processors by name; ValueError for anything but functions with names."""
+    are_named = processors is None or isinstance(processors, Mapping)
+    require(are_named, "logits_processors", processors, "a mapping from names to functions")
+    checked = dict(processors or {})
+    for name, function in checked.items():
+        require(isinstance(name, str) and bool(name), "logits_processors", name, "named by text that is not empty")
+        require(callable(function), f"logits_processors[{shown(name)}]", function, "a function")
+    return checked
 
 
 def process_logits(

@@ -359,7 +359,7 @@ def test_a_failure_of_the_engine_reaches_every_waiting_call(async_llm):
 
     def fail(engine: Any) -> None:
         def advance() -> None:
-            engine._health.fail(MemoryError("device"))
+            engine._lifecycle.fail(MemoryError("device"))
             engine.check()
 
         engine.advance = advance

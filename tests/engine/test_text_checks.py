@@ -126,7 +126,7 @@ async def end_at_once(llm: AsyncLLM, stream: Stream) -> None:
 
 async def fail(llm: AsyncLLM, stream: Stream) -> None:
     def command(engine: Engine) -> None:
-        engine._health.fail(MemoryError("device"))
+        engine._lifecycle.fail(MemoryError("device"))
 
     await llm.call(command)
 

@@ -405,7 +405,7 @@ def test_a_failed_engine_ends_its_requests_and_the_server(served):
         thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=LONG)))
         thread.start()
         until(lambda: llm._thread._commands.qsize())
-        llm._thread.call(lambda engine: engine._health.fail(MemoryError("device")))
+        llm._thread.call(lambda engine: engine._lifecycle.fail(MemoryError("device")))
         may_go.set()
         thread.join(WAIT)
 

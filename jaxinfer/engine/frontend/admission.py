@@ -100,20 +100,12 @@ def checked_priority(priority: Any) -> Priority:
 
 
 def checked_tenant(tenant: Any) -> str:
-    name = as_plain("tenant", tenant)
-    if not isinstance(name, str):
-        raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text, or leave it out")
-    _check_name_length("tenant", name)
-    return name
+    return _checked_text("tenant", tenant, "give a name as text, or leave it out", least=0)
 
 
 def checked_adapter_name(name: Any) -> str:
     """Returns the name of an adapter; ValueError if it is no text, empty or too long."""
-    text = as_plain("name", name)
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"name={shown(name)} is not allowed: give the adapter a name as text")
-    _check_name_length("name", text)
-    return text
+    return _checked_text("name", name, "give the adapter a name as text")
 
 
 def checked_time_limit(deadline: Any) -> float:
@@ -128,22 +120,23 @@ def checked_time_limit(deadline: Any) -> float:
 
 
 def _checked_salt(cache_salt: Any) -> str | None:
-    salt = as_plain("cache_salt", cache_salt)
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ValueError(
-            f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
-            " cached prefixes, or None to share with all who give none"
-        )
-    _check_name_length("cache_salt", salt or "")
-    return salt
+    way_out = (
+        "give a string that only those know who may share cached prefixes, or None to share with all who give none"
+    )
+    return None if as_plain("cache_salt", cache_salt) is None else _checked_text("cache_salt", cache_salt, way_out)
 
 
-def _check_name_length(name: str, text: str) -> None:
+def _checked_text(name: str, value: Any, way_out: str, *, least: int = 1) -> str:
+    """Returns a text of at least `least` characters, and not too long."""
+    text = as_plain(name, value)
+    if not isinstance(text, str) or len(text) < least:
+        raise ValueError(f"{name}={shown(value)} is not allowed: {way_out}")
     if len(text) > MAX_NAME_CHARACTERS:
         raise ValueError(
             f"{name} has {len(text):,} characters, more than {MAX_NAME_CHARACTERS:,}; give a shorter one, such as a"
             " digest of it"
         )
+    return text
 
 
 # The parameters of a prompt to embed. A step that computes the end of a prompt samples a token after it; an embedding
@@ -323,6 +316,10 @@ class Admission:
         digest = "" if adapter is None else adapter.digest
         versions = {"model": self.model, "params_version": self.params_version, "adapter": digest}
         return PageKeys(root_key(**versions, cache_salt=cache_salt or ""), self.cache_config.page_size)
+
+    def renewed_keys(self, request: Request) -> PageKeys | None:
+        """Returns keys for the pages of a request under the present parameters, None if it has none."""
+        return request.keys and self.page_keys(request.cache_salt, request.adapter)
 
     def encode(self, prompt: Prompt, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, or of token ids; ValueError names the parameter `name`."""
