@@ -7,9 +7,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.checkpoint.config_json.fields import is_enabled, require_count, require_number, require_size
+from jaxinfer.checkpoint.config_json.fields import (
+    expert_counts,
+    is_enabled,
+    require_count,
+    require_number,
+    require_size,
+)
 from jaxinfer.checkpoint.config_json.rope import read_max_position, translate_rope
 from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.moe import Router
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
 
 # (path in `Params`, einops pattern from the stored axes to ours)
@@ -262,6 +269,28 @@ def read_num_layers(hf: Mapping[str, Any]) -> int:
 
 def read_norm(hf: Mapping[str, Any], *, default: float = 1e-6, adds_one: bool = False) -> Norm:
     return Norm(epsilon=require_number(hf, "rms_norm_eps", default), adds_one=adds_one)
+
+
+def read_grouped_router(hf: Mapping[str, Any], default: int, default_chosen: int) -> tuple[int, Router]:
+    """Returns the number of experts, and their router: biased sigmoids choose groups, and experts in these."""
+    num_experts, num_chosen = expert_counts(hf, "n_routed_experts", default, default_chosen)
+    num_groups, num_chosen_groups = require_size(hf, "n_group", 1), require_size(hf, "topk_group", 1)
+    num_choices = num_experts * num_chosen_groups // num_groups
+    if num_experts % num_groups or num_chosen_groups > num_groups or num_chosen > num_choices:
+        raise ValueError(
+            f"n_group={num_groups}, topk_group={num_chosen_groups} and num_experts_per_tok={num_chosen} do not fit"
+            f" n_routed_experts={num_experts}; download the checkpoint's config.json again"
+        )
+    router = Router(
+        num_chosen=num_chosen,
+        scoring="sigmoid",
+        normalizes=is_enabled(hf, "norm_topk_prob", default=True),
+        scale=require_number(hf, "routed_scaling_factor", 1.0, least=1e-9),
+        has_choice_bias=True,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+    )
+    return num_experts, router
 
 
 def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collection[str] = ()) -> None:

@@ -11,17 +11,16 @@ from jaxinfer.checkpoint.config_json.family import (
     WeightTable,
     decoder_of,
     expert_weights,
+    read_grouped_router,
     read_norm,
     read_num_layers,
     refuse_unsupported,
 )
 from jaxinfer.checkpoint.config_json.fields import (
     divided_head_dim,
-    expert_counts,
     is_enabled,
     num_kv_heads,
     require_count,
-    require_number,
     require_size,
     stated_head_dim,
 )
@@ -29,7 +28,7 @@ from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.families import llama, phi3
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
 
 _LAYER = "model.layers.{layer}"
@@ -89,26 +88,11 @@ def config_from_hf_moe(hf: Mapping[str, Any]) -> ModelConfig:
         qk_norm="head" if is_enabled(hf, "use_qk_norm") else None,
     )
     size = require_size(hf, "moe_intermediate_size", 1408)
-    num_experts, num_chosen = expert_counts(hf, "n_routed_experts", 128, 8)
-    num_groups, num_chosen_groups = require_size(hf, "n_group", 1), require_size(hf, "topk_group", 1)
-    num_choices = num_experts * num_chosen_groups // num_groups
-    if num_experts % num_groups or num_chosen_groups > num_groups or num_chosen > num_choices:
-        raise ValueError(
-            f"n_group={num_groups}, topk_group={num_chosen_groups} and num_experts_per_tok={num_chosen} do not fit"
-            f" n_routed_experts={num_experts}; download the checkpoint's config.json again"
-        )
+    num_experts, router = read_grouped_router(hf, 128, 8)
     experts = MoE(
         num_experts=num_experts,
         expert=MLP(intermediate_size=size),
-        router=Router(
-            num_chosen=num_chosen,
-            scoring="sigmoid",
-            normalizes=is_enabled(hf, "norm_topk_prob", default=True),
-            scale=require_number(hf, "routed_scaling_factor", 1.0, least=1e-9),
-            has_choice_bias=True,
-            num_groups=num_groups,
-            num_chosen_groups=num_chosen_groups,
-        ),
+        router=router,
         shared=MLP(intermediate_size=size * require_size(hf, "n_shared_experts", 1)),
     )
     dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))

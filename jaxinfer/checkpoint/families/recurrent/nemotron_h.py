@@ -12,11 +12,11 @@ from jaxinfer.checkpoint.config_json.family import (
     Harmless,
     WeightTable,
     decoder_of,
+    read_grouped_router,
     refuse_unsupported,
     require_harmless,
 )
 from jaxinfer.checkpoint.config_json.fields import (
-    expert_counts,
     is_enabled,
     num_kv_heads,
     require_number,
@@ -27,7 +27,7 @@ from jaxinfer.checkpoint.families.recurrent import mamba
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
 
@@ -149,26 +149,11 @@ def _mlp(hf: Mapping[str, Any], key: str, default: int) -> MLP:
 
 
 def _experts(hf: Mapping[str, Any]) -> MoE:
-    num_experts, num_chosen = expert_counts(hf, "n_routed_experts", 8, 2)
-    num_groups, num_chosen_groups = require_size(hf, "n_group", 1), require_size(hf, "topk_group", 1)
-    num_choices = num_experts * num_chosen_groups // num_groups
-    if num_experts % num_groups or num_chosen_groups > num_groups or num_chosen > num_choices:
-        raise ValueError(
-            f"n_group={num_groups}, topk_group={num_chosen_groups} and num_experts_per_tok={num_chosen} do not fit"
-            f" n_routed_experts={num_experts}; download the checkpoint's config.json again"
-        )
+    num_experts, router = read_grouped_router(hf, 8, 2)
     return MoE(
         num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 7688), activation="relu2"),
-        router=Router(
-            num_chosen=num_chosen,
-            scoring="sigmoid",
-            normalizes=is_enabled(hf, "norm_topk_prob", default=True),
-            scale=require_number(hf, "routed_scaling_factor", 1.0, least=1e-9),
-            has_choice_bias=True,
-            num_groups=num_groups,
-            num_chosen_groups=num_chosen_groups,
-        ),
+        router=router,
         shared=_mlp(hf, "moe_shared_expert_intermediate_size", 7688),
     )
 
