@@ -165,14 +165,11 @@ class _EngineNumbers:
             metrics = self._llm.metrics()
         except RuntimeError:  # the engine is closed or has failed, and has no numbers any more
             return
-        for name, text, value in _gauges(metrics):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, text, value in _counters(metrics):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for family, rows in ((GaugeMetricFamily, _gauges(metrics)), (CounterMetricFamily, _counters(metrics))):
+            for name, text, value in rows:
+                metric = family(name, text, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric
         pages = GaugeMetricFamily("jaxinfer:pages", "Pages of the cache by state.", labels=["model_name", "state"])
         for state in ("owned", "cached", "free"):
             pages.add_metric([self._model, state], getattr(metrics, f"num_{state}_pages"))

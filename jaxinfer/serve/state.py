@@ -88,9 +88,8 @@ class ServerState:
     def require_success(self, completions: Sequence[Completion]) -> None:
         """Raises RefusedError if a completion ended in an error."""
         for completion in completions:
-            if completion.finish_reason != "error":
-                continue
-            raise ended_in_error(completion.error or "the request has failed")
+            if completion.finish_reason == "error":
+                raise ended_in_error(completion.error or "the request has failed")
 
     def count(self, request: Request, num_tokens: int) -> None:
         """Counts tokens towards the limit of the request's client."""

@@ -102,13 +102,6 @@ MISTRAL = Style(
     thinking=THOUGHTS,
     call=CALLS,
 )
-MISTRAL_LIST = Style(
-    name="mistral_list",
-    marks=MARKS,
-    is_used_by=lambda template: CALLS in template,
-    opening=ends_in(THINK),
-    read=_read,
-    grammar=_list_grammar,
-    thinking=THOUGHTS,
-    call=CALLS,
+MISTRAL_LIST = replace(
+    MISTRAL, name="mistral_list", is_used_by=lambda template: CALLS in template, grammar=_list_grammar
 )
