@@ -23,6 +23,7 @@ EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
 THINKING_SWITCH = "enable_thinking"  # of other templates, which turns reasoning off
 ANY_OBJECT = {"type": "object"}
 LEAST_TOP_P = 1e-9  # in place of 0: it keeps the most probable token alone
+OPTIONS = {"user": "tenant", "priority": "priority", "deadline": "deadline", "cache_salt": "cache_salt"}
 MAX_COMPLETION_TOKENS = 16  # of /v1/completions, where neither the request nor the checkpoint states it
 
 
@@ -76,15 +77,7 @@ def of_chat(body: ChatBody, defaults: SamplingParams, max_model_len: int) -> Sam
 
 def options_of(body: SamplingBody | EmbeddingBody) -> RequestOptions:
     """Returns the scheduling and caching options of a request."""
-    options = RequestOptions()
-    if body.user is not None:
-        options["tenant"] = body.user
-    if body.priority is not None:
-        options["priority"] = body.priority
-    if body.deadline is not None:
-        options["deadline"] = body.deadline
-    if body.cache_salt is not None:
-        options["cache_salt"] = body.cache_salt
+    options: Any = {ours: value for theirs, ours in OPTIONS.items() if (value := getattr(body, theirs)) is not None}
     if isinstance(body, CompletionBody) and body.prediction is not None:
         options["prediction"] = body.prediction
     if isinstance(body, ChatBody) and body.prediction is not None:
