@@ -38,7 +38,7 @@ ALLOWED = {
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "gguf plain_values sampling_params validation",
     "checkpoint": "config device gguf display model quantization sampling_params steps validation",
-    "plan": "display kernels_pallas",
+    "plan": "config device display kernels_pallas sampling_params",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "display engine.kv_cache engine.request sampling_params validation",
@@ -46,7 +46,7 @@ ALLOWED = {
     " kernels_pallas model parallel plan quantization sampling sampling_params source_digest steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model parallel plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
-    " engine.scheduling model steps text validation",
+    " engine.scheduling model plan steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
     " engine.scheduling model names parallel plain_values sampling_params text validation",
     "openai": "config engine.frontend engine.request json_lines names sampling_params text validation",

@@ -34,13 +34,13 @@ from jaxinfer.engine.execution.memory_plan import (
     plan_cache,
     resolve_max_model_len,
 )
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_rows, plan_buckets
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement, refuse_undivided
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows, plan_buckets
 from jaxinfer.validation import shown
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism
 from jaxinfer.engine.execution.step_compiler import StepCompiler
-from jaxinfer.engine.execution.step_shapes import loop_steps
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.plan.products import ProductShape, product_shapes
+from jaxinfer.plan.step_shapes import loop_steps
 from jaxinfer.validation import require
 from kernels_pallas.row_products import (
     BY_WEIGHTS,

@@ -32,7 +32,6 @@ from jaxinfer.engine.execution.memory_plan import (
     resolve_max_model_len,
 )
 from jaxinfer.engine.execution.runner import Runner
-from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_bytes
 from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.frontend.admission import Admission
@@ -49,6 +48,7 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, copied, identity_of
+from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer

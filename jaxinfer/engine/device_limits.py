@@ -22,7 +22,13 @@ from jaxinfer.engine.execution.memory_plan import (
     plan_limit,
     resolve_max_model_len,
 )
-from jaxinfer.engine.execution.step_shapes import (
+from jaxinfer.model.adapted_params import abstract_slots
+from jaxinfer.model.cache import page_bytes
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import Params
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
+from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.plan.step_shapes import (
     MAX_ROWS,
     loop_steps,
     max_batched_tokens,
@@ -31,12 +37,6 @@ from jaxinfer.engine.execution.step_shapes import (
     plan_buckets,
     rows_within_tokens,
 )
-from jaxinfer.model.adapted_params import abstract_slots
-from jaxinfer.model.cache import page_bytes
-from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.params import Params
-from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
-from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from kernels_pallas.device import data_sheet
 
 logger = logging.getLogger(__name__)

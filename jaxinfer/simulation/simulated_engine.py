@@ -20,8 +20,8 @@ from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.device_limits import fit_limits
 from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device, Pipeline, advance
-from jaxinfer.engine.execution.step_shapes import choose_bucket, loop_steps, max_rows, plan_buckets
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.scheduling.metrics import Metrics
@@ -31,6 +31,7 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.parallel.placement import DEFAULT_DEVICE
+from jaxinfer.plan.step_shapes import loop_steps, max_rows, plan_buckets
 from jaxinfer.simulation.step_times import StepTimes, require_known_steps
 from jaxinfer.validation import require, shown
 

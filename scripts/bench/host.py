@@ -22,11 +22,12 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.batch_builder import BatchBuilder
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
-from jaxinfer.engine.execution.step_shapes import choose_bucket, max_rows, plan_buckets
 from jaxinfer.engine.frontend.outputs import DeltaBuffer, OutputRoutes
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
+from jaxinfer.plan.step_shapes import max_rows, plan_buckets
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import integers
 

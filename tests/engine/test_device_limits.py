@@ -11,8 +11,8 @@ import pytest
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.device_limits import describe_limits, fit_limits, fitting_loop_steps
-from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from jaxinfer.model.params import abstract_params
+from jaxinfer.plan.step_shapes import plan_buckets, plan_draws
 
 SMALL, LARGE = published_config("Qwen3-0.6B"), published_config("Llama-3-8B")
 

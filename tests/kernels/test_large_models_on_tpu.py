@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.memory_plan import guess_memory
-from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.model.params import abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.step_shapes import Bucket
 from scripts.kernels.compile_matrix import can_compile
 from scripts.kernels.compilers import axes_of
 from scripts.kernels.large_models import NUM_PAGES, PAGE_SIZE, SIZES, num_bounded_pages

@@ -14,7 +14,6 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.step_compiler import StepCompiler
-from jaxinfer.engine.execution.step_shapes import loop_steps
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
@@ -22,6 +21,7 @@ from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params
 from jaxinfer.model.quantized_params import quantize_params
 from jaxinfer.plan.products import ProductShape, other_float_sums, product_shapes
+from jaxinfer.plan.step_shapes import loop_steps
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states

@@ -9,7 +9,6 @@ from functools import partial
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import CPU_CACHE_BYTES
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
-from jaxinfer.engine.execution.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_arrays, page_bytes
@@ -17,6 +16,7 @@ from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig, PageKind
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan
+from jaxinfer.plan.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from kernels_pallas.paged_attention.layout import default_layout
 from kernels_pallas.triton import MISADDRESSED
 

@@ -25,12 +25,12 @@ from jaxinfer.engine.execution.memory_plan import (
 )
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
-from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
+from jaxinfer.plan.step_shapes import Bucket, plan_buckets
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import shown
 from kernels_pallas.paged_attention.api import default_implementation
