@@ -38,7 +38,7 @@ ALLOWED = {
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "gguf plain_values sampling_params validation",
     "checkpoint": "config device gguf display model quantization sampling_params steps validation",
-    "plan": "config device display kernels_pallas sampling_params",
+    "plan": "config device display kernels_pallas model parallel sampling_params",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "display engine.kv_cache engine.request sampling_params validation",

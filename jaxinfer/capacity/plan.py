@@ -25,22 +25,15 @@ from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.config import PLANNED_FIELDS, CacheConfig, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
-from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
-from jaxinfer.engine.execution.memory_plan import (
-    SPARE,
-    addressable_pages,
-    guess_memory,
-    one_page,
-    plan_cache,
-    resolve_max_model_len,
-)
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement, refuse_undivided
+from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, one_page, resolve_max_model_len
+from jaxinfer.plan.limits import SPARE, TOKENS_PER_ROW, plan_memory
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
-from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows, plan_buckets
+from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows
 from jaxinfer.validation import shown
 
 
@@ -354,18 +347,12 @@ def _plan_memory(
 ) -> tuple[EngineConfig, CacheConfig, MemoryPlan]:
     """Returns an engine's configuration with its limits, its largest useful cache, and the plan of such a device."""
     limit = chip.usable_bytes - int(SPARE * chip.usable_bytes) if config.memory_bytes is None else config.memory_bytes
-    rows = config.max_num_seqs
-    if rows is None:
-        rows = fitting_rows(config, model, dtype, placement, PAGES_PART * (limit - param_bytes), chip.platform)
-    tokens = config.max_num_batched_tokens or max(ACCELERATOR_BATCHED_TOKENS, rows)
-    config = replace(
-        config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_mixed_tokens=tokens, decode_loop_steps=1
-    )
-    max_model_len = resolve_max_model_len(model, config)
-    useful = plan_cache(model, replace(config, memory_bytes=limit), dtype, max_model_len, placement=placement)
-    on_device: dict[str, Any] = {"placement": placement, "layout": chip.platform}
-    plan = guess_memory(model, useful, plan_buckets(config), resident_bytes=param_bytes, limit_bytes=limit, **on_device)
+    tokens = config.max_num_batched_tokens or max(ACCELERATOR_BATCHED_TOKENS, config.max_num_seqs or 0)
+    limits = {"max_num_batched_tokens": tokens, "max_mixed_tokens": tokens, "decode_loop_steps": 1}
+    config, devices = replace(config, memory_bytes=limit, **limits), {"placement": placement, "platform": chip.platform}
+    question = MemoryQuestion(model=model, config=config, dtype=dtype, **devices)
+    question, useful, plan = plan_memory(question, param_bytes, limit)
     num_pages = max(min(plan.num_fitting, useful.num_pages), 0)
     if chip.platform == "gpu":
-        num_pages = addressable_pages(model, useful, num_pages, **on_device)
-    return config, useful, replace(plan, num_pages=num_pages)
+        num_pages = addressable_pages(question, useful, num_pages)
+    return question.config, useful, replace(plan, num_pages=num_pages)
