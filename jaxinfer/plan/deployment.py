@@ -13,9 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxinfer.capacity.compiler import SLICES, CompiledStep, Request, compile_steps, require_compiler
-from jaxinfer.capacity.devices import Chip, Devices
-from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, prompt_seconds, step_figures
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.checkpoint.assembly import Assembly
 from jaxinfer.checkpoint.formats.described import DescribedCheckpoint, stated_dtype
@@ -31,8 +28,11 @@ from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement, refuse_undivided
 from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, one_page, resolve_max_model_len
+from jaxinfer.plan.compiler import SLICES, CompiledStep, CompileTask, compile_steps, require_compiler
+from jaxinfer.plan.devices import Chip, Devices
 from jaxinfer.plan.limits import SPARE, TOKENS_PER_ROW, plan_memory
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.plan.roofline import Split, StepFigures, experts_of, num_elements, prompt_seconds, step_figures
 from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows
 from jaxinfer.validation import shown
 
@@ -213,7 +213,7 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
         "decode": {"step": "decode_step", "num_tokens": max_rows(limits), **shared},
         "prefill": {"step": "prefill_step", "num_tokens": tokens, **shared},
     }
-    return compile_steps(Request(chip=chip.name, platform=chip.platform, axes=sizes, config=model, steps=steps))
+    return compile_steps(CompileTask(chip=chip.name, platform=chip.platform, axes=sizes, config=model, steps=steps))
 
 
 def _described(model: str | Path) -> Checkpoint:

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 
-from jaxinfer.capacity.devices import Chip
-from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
-from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mixers import functions_of
 from jaxinfer.model.params import Params
+from jaxinfer.plan.devices import Chip
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import QuantizedArray
 
@@ -175,12 +174,8 @@ def _attention_flops(split: Split, mixer: Any, num_keys: float) -> float:
     Those of a recurrent layer, which do not grow, do not count.
     """
     keys = num_keys if mixer.window is None else min(num_keys, mixer.window)
-    if isinstance(mixer, Attention):
-        return 4 * mixer.num_heads * mixer.head_dim * keys / split.num_parts(mixer.num_heads)
-    if isinstance(mixer, LatentAttention):
-        width = 2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim
-        return 2 * mixer.num_heads * width * keys / split.num_parts(mixer.num_heads)
-    return 0.0
+    flops_per_key = functions_of(mixer).flops_per_key
+    return 0.0 if flops_per_key is None else flops_per_key(mixer) * keys / split.num_parts(mixer.num_heads)
 
 
 def _collectives(split: Split) -> Iterator[int]:
@@ -190,8 +185,8 @@ def _collectives(split: Split) -> Iterator[int]:
     adds_shared = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
     groups = [split.num_devices]
     for layer in split.config.layers:
-        heads = [mixer.num_heads for mixer in layer.mixers if isinstance(mixer, Attention | LatentAttention)]
-        groups += [split.num_parts(num_heads) for num_heads in heads[:1]]  # branches have one sum
+        with_keys: list[Any] = [mixer for mixer in layer.mixers if functions_of(mixer).flops_per_key is not None]
+        groups += [split.num_parts(mixer.num_heads) for mixer in with_keys[:1]]  # branches have one sum
         of_experts = experts_of(layer)
         if of_experts is not None:
             groups.append(split.num_devices)
