@@ -20,7 +20,7 @@ from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.device import idle_accelerators
 from jaxinfer.display.progress import write_line
-from jaxinfer.engine.device_limits import chosen_parallelism, describe_limits
+from jaxinfer.engine.device_limits import chosen_parallelism, describe_limits, memory_question
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
@@ -124,14 +124,9 @@ def _connect_parts(
 ) -> EngineParts:
     """Returns the parts of an engine on these placements; in a process that follows another one it does not return."""
     placement = placements[0]
-    weights = {"quantization": config.quantization, "mesh": placement.mesh}
-    abstract, model_config = checkpoint.abstract(dtype, **weights)
-    model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
-    abstract = placement.params(model_config, abstract)
-    speculates = speculation is not None
-    question = MemoryQuestion(model=model_config, config=config, dtype=dtype, placement=placement)
-    config = fit_limits(question, num_bytes(abstract), speculates=speculates)
+    question, abstract = memory_question(checkpoint, config, dtype, placement, speculates=speculation is not None)
+    model_config, config = question.model, fit_limits(question)
     question = replace(question, config=config)
     limits = describe_limits(config, placement)
     logger.info(limits)
@@ -149,9 +144,9 @@ def _connect_parts(
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
         target, model_config = load_target(checkpoint, config, dtype, planned, **loading)
         model_config = model_config.for_length(config.max_model_len)
-        question = replace(question, model=model_config, drafter=planned.device_drafter)
-        model = plan_target(target, question, custom, speculates=True)
-        limit = plan_limit(config, num_bytes(target) + question.drafter_bytes, placement)
+        of_target = {"model": model_config, "param_bytes": num_bytes(target), "drafter": planned.device_drafter}
+        question = replace(question, **of_target)
+        model, limit = plan_target(target, question, custom), plan_limit(question, question.loaded_bytes)
         params = [target]
         warm_ups = [WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)]
     tokenizer = Tokenizer.from_path(checkpoint.path)
@@ -236,7 +231,7 @@ def load_and_compile(
     Reads the checkpoint once; each replica but the first gets its parameters from the first one's devices.
     """
     config, (first, *others) = models[0].engine_config, models
-    limits = [plan_limit(config, 0, model.placement) for model in models]
+    limits = [plan_limit(model.question()) for model in models]
     pool = ThreadPoolExecutor(len(models), thread_name_prefix=COMPILING)
     try:
         warm_ups = [

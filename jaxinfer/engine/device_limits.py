@@ -13,10 +13,11 @@ import jax
 from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import AUTO, EngineConfig, Parallelism
 from jaxinfer.device import free_bytes
+from jaxinfer.model.params import Params
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
 from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.limits import pages_of_row, plan_limit, plan_memory
-from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.plan.memory import num_bytes
 from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_rows
 
 logger = logging.getLogger(__name__)
@@ -79,26 +80,32 @@ def chosen_parallelism(
 def _refusal(
     checkpoint: Checkpoint, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
 ) -> str | None:
-    """Returns why devices do not hold a model that is split so; None if they do."""
+    """Returns why devices do not hold a model that is split so, with the fewest pages of an engine; None if they do."""
     try:
-        memory = _planned_memory(checkpoint, config, dtype, split, speculates=speculates)
+        placement = Placement.of(checkpoint.config, split)
+        question, _ = memory_question(checkpoint, config, dtype, placement, speculates=speculates)
+        question, cache, memory = plan_memory(question, plan_limit(question))
     except ValueError as error:
         return str(error)
-    return None if memory.num_fitting >= memory.num_pages else f"its memory is short: {memory}"
-
-
-def _planned_memory(
-    checkpoint: Checkpoint, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
-) -> MemoryPlan:
-    """Returns the plan of each device with the fewest pages that an engine may have."""
-    placement = Placement.of(checkpoint.config, split)
-    abstract, model = checkpoint.abstract(dtype, quantization=config.quantization, mesh=placement.mesh)
-    model = model.for_length(config.max_model_len)
-    param_bytes, limit = num_bytes(placement.params(model, abstract)), plan_limit(config, 0, placement)
-    question = MemoryQuestion(model=model, config=config, dtype=dtype, placement=placement)
-    question, cache, memory = plan_memory(question, param_bytes, limit, speculates=speculates)
     needed = min(pages_of_row(question), cache.num_pages) if config.num_pages is None else config.num_pages
-    return replace(memory, num_pages=needed)
+    memory = replace(memory, num_pages=needed)
+    return None if memory.num_fitting >= needed else f"its memory is short: {memory}"
+
+
+def memory_question(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: str,
+    placement: Placement = DEFAULT_DEVICE,
+    *,
+    speculates: bool = False,
+) -> tuple[MemoryQuestion, Params]:
+    """Returns the question of the memory that a checkpoint takes on devices, and its abstract parameters there."""
+    params, model = checkpoint.abstract(dtype, quantization=config.quantization, mesh=placement.mesh)
+    model = model.for_length(config.max_model_len)
+    params = placement.params(model, params)
+    options: dict[str, Any] = {"param_bytes": num_bytes(params), "speculates": speculates, "placement": placement}
+    return MemoryQuestion(model=model, config=config, dtype=dtype, **options), params
 
 
 def describe_limits(config: EngineConfig, placement: Placement = DEFAULT_DEVICE) -> str:

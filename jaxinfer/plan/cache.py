@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import CPU_CACHE_BYTES
+from jaxinfer.model.adapted_params import abstract_slots
 from jaxinfer.model.cache import page_arrays, page_bytes
 from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig, PageKind
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
-from jaxinfer.plan.memory import MemoryPlan
+from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from jaxinfer.plan.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from kernels_pallas.paged_attention.layout import default_layout
 from kernels_pallas.triton import MISADDRESSED
@@ -40,7 +40,8 @@ class PlannedDrafter(Protocol):
 class MemoryQuestion:
     """A model and its engine's limits on devices, whose memory is asked for before a step is compiled.
 
-    * `dtype`: of the weights.
+    * `dtype`: of the weights. `param_bytes`: theirs on each device.
+    * `speculates`: True if steps verify drafts; `drafter` is the one that makes them on the device.
     * `placement`: the devices of one replica; they may be abstract.
     * `platform`: of devices that are not here, whose kernels lay pages out their way; None is that of this process.
     """
@@ -48,6 +49,8 @@ class MemoryQuestion:
     model: ModelConfig
     config: EngineConfig
     dtype: str
+    param_bytes: int = 0
+    speculates: bool = False
     placement: Placement = DEFAULT_DEVICE
     platform: str | None = None
     drafter: PlannedDrafter | None = None
@@ -57,15 +60,31 @@ class MemoryQuestion:
         return resolve_max_model_len(self.model, self.config)
 
     @property
+    def page(self) -> CacheConfig:
+        """A cache of one page."""
+        return one_page(self.config, self.dtype)
+
+    def page_bytes(self, cache: CacheConfig, kind: int) -> int:
+        """Returns the bytes of a page of one of the model's kinds on each device."""
+        return page_bytes(self.model, cache, self.platform, kind=kind, mesh=self.placement.mesh)
+
+    @property
     def has_keys_of_drafter(self) -> bool:
         """True if the drafter stores keys in the same pages; it may read its keys from the first token on."""
         page = CacheConfig(num_pages=1, page_size=self.config.page_size)
         return self.drafter is not None and self.drafter.page_bytes(page) > 0
 
     @property
-    def drafter_bytes(self) -> int:
-        """The bytes of the drafter's parameters."""
-        return 0 if self.drafter is None else self.drafter.resident_bytes
+    def loaded_bytes(self) -> int:
+        """The bytes of the parameters of model and drafter on each device."""
+        return self.param_bytes + (0 if self.drafter is None else self.drafter.resident_bytes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The bytes of all parameters: those, and the slots for adapters, which every device has whole."""
+        config = self.config
+        slots = abstract_slots(self.model, config.max_adapters, config.max_adapter_rank, self.dtype)
+        return self.loaded_bytes + num_bytes(slots)
 
 
 def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
@@ -133,7 +152,7 @@ def plan_cache(question: MemoryQuestion) -> CacheConfig:
     """
     check_sinks(question)
     config = question.config
-    page = replace(one_page(config, question.dtype), num_bounded_pages=bounded_pages(question))
+    page = replace(question.page, num_bounded_pages=bounded_pages(question))
     if config.num_pages is not None:
         return replace(page, num_pages=config.num_pages)
     # Each row of endless requests has its sinks as they are, and rotated.
@@ -171,19 +190,16 @@ def bounded_pages(question: MemoryQuestion) -> tuple[int, ...]:
 
 def bytes_of_bounded(question: MemoryQuestion, cache: CacheConfig) -> int:
     """Returns the bytes of the pools of the further kinds of pages on each device."""
-    model = question.model
-    size = partial(page_bytes, model, cache, question.platform, mesh=question.placement.mesh)
     counts = list(cache.num_bounded_pages)
-    if model.is_recurrent:
-        counts[model.state_kind - 1] += cache.num_draft_states
-    return sum(count * size(kind=kind) for kind, count in enumerate(counts, 1))
+    if question.model.is_recurrent:
+        counts[question.model.state_kind - 1] += cache.num_draft_states
+    return sum(count * question.page_bytes(cache, kind) for kind, count in enumerate(counts, 1))
 
 
 def bytes_of_page(question: MemoryQuestion, cache: CacheConfig) -> int:
     """Returns the bytes of a page of the first kind on each device, the drafter's part included."""
     of_drafter = 0 if question.drafter is None else question.drafter.page_bytes(cache)
-    mesh = question.placement.mesh
-    return page_bytes(question.model, cache, question.platform, kind=0, mesh=mesh) + of_drafter
+    return question.page_bytes(cache, 0) + of_drafter
 
 
 def addressable_pages(question: MemoryQuestion, cache: CacheConfig, num_pages: int) -> int:
@@ -196,19 +212,11 @@ def addressable_pages(question: MemoryQuestion, cache: CacheConfig, num_pages: i
 
 
 def guess_memory(
-    question: MemoryQuestion,
-    cache: CacheConfig,
-    buckets: Iterable[Bucket],
-    *,
-    resident_bytes: int,
-    limit_bytes: int | None,
+    question: MemoryQuestion, cache: CacheConfig, buckets: Iterable[Bucket], limit_bytes: int | None
 ) -> MemoryPlan:
-    """Returns the plan of each device before a step is compiled, with all pages of the cache, be there room or not.
-
-    `resident_bytes`: of parameters, on a device.
-    """
+    """Returns the plan of each device before a step is compiled, with all pages of the cache, be there room or not."""
     return MemoryPlan(
-        resident_bytes=resident_bytes,
+        resident_bytes=question.resident_bytes,
         step_bytes=guess_step_bytes(question, buckets),
         page_bytes=bytes_of_page(question, cache),
         num_pages=cache.num_pages,

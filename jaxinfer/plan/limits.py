@@ -7,18 +7,14 @@ from dataclasses import replace
 import jax
 
 from jaxinfer.config import CacheConfig, EngineConfig
-from jaxinfer.model.adapted_params import abstract_slots
-from jaxinfer.model.cache import page_bytes
-from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.cache import (
     MemoryQuestion,
     bounded_pages,
     bytes_of_bounded,
     guess_memory,
-    one_page,
     plan_cache,
 )
-from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.plan.memory import MemoryPlan
 from jaxinfer.plan.step_shapes import (
     MAX_ROWS,
     max_batched_tokens,
@@ -47,42 +43,32 @@ LOOP_SECONDS, MAX_LOOP_SECONDS = 0.005, 0.010
 MAX_LOOP_STEPS = 8
 
 
-def plan_memory(
-    question: MemoryQuestion, param_bytes: int, limit_bytes: int | None, *, speculates: bool = False
-) -> tuple[MemoryQuestion, CacheConfig, MemoryPlan]:
+def plan_memory(question: MemoryQuestion, limit_bytes: int | None) -> tuple[MemoryQuestion, CacheConfig, MemoryPlan]:
     """Returns the question with all limits, the largest useful cache, and the plan of each device with it.
 
-    `param_bytes`: of the model on a device. `limit_bytes`: of a device for parameters, pages and steps; None for none.
-    Raises ValueError for limits that do not fit the model.
+    `limit_bytes`: of a device for parameters, pages and steps; None for none. Raises ValueError for limits that do not
+    fit the model.
     """
-    question = replace(question, config=fit_limits(question, param_bytes, speculates=speculates))
-    cache, resident = plan_cache(question), resident_bytes(question, param_bytes)
-    buckets = plan_buckets(question.config)
-    return question, cache, guess_memory(question, cache, buckets, resident_bytes=resident, limit_bytes=limit_bytes)
+    question = replace(question, config=fit_limits(question))
+    cache = plan_cache(question)
+    return question, cache, guess_memory(question, cache, plan_buckets(question.config), limit_bytes)
 
 
-def resident_bytes(question: MemoryQuestion, param_bytes: int) -> int:
-    """Returns the bytes of all parameters on each device: the model's, the drafter's, and the slots for adapters."""
-    config = question.config
-    slots = abstract_slots(question.model, config.max_adapters, config.max_adapter_rank, question.dtype)
-    return param_bytes + question.drafter_bytes + num_bytes(slots)
-
-
-def fit_limits(question: MemoryQuestion, param_bytes: int, *, speculates: bool) -> EngineConfig:
+def fit_limits(question: MemoryQuestion) -> EngineConfig:
     """Returns the configuration with a number for each limit that it leaves to the device.
 
     A CPU computes 32 rows at most, and no decode loops. An accelerator computes the rows that multiply in the time that
     reading the weights takes, if memory has pages for them. It loops over steps so short that the host would hold them
-    up. With speculation, which helps few rows, it has the rows of a CPU. `param_bytes`: of the model on a device.
+    up. With speculation, which helps few rows, it has the rows of a CPU.
     """
     config, platform = question.config, question.platform or jax.default_backend()
-    if config.max_num_seqs is None and platform != "cpu" and not speculates:
-        rows = fitting_rows(question, _room(question, resident_bytes(question, param_bytes)))
+    if config.max_num_seqs is None and platform != "cpu" and not question.speculates:
+        rows = fitting_rows(question, _room(question))
         config = replace(config, max_num_seqs=rows)
     steps = config.decode_loop_steps
     if steps is None:
-        seconds = predicted_step_seconds(param_bytes, question.model.num_layers)
-        steps = 1 if platform == "cpu" or speculates else fitting_loop_steps(seconds)
+        seconds = predicted_step_seconds(question.param_bytes, question.model.num_layers)
+        steps = 1 if platform == "cpu" or question.speculates else fitting_loop_steps(seconds)
     config = replace(config, max_num_seqs=max_rows(config), decode_loop_steps=steps)
     tokens, mixed = max_batched_tokens(config), max_mixed_tokens(config)
     return replace(config, max_num_batched_tokens=tokens, max_mixed_tokens=mixed)
@@ -108,14 +94,11 @@ def fitting_rows(question: MemoryQuestion, room: float) -> int:
 
     `room`: bytes of a device for pages.
     """
-    config, mesh = question.config, question.placement.mesh
-    pages_per_row = pages_of_row(question)
-    page = one_page(config, question.dtype)
-    of_page = page_bytes(question.model, page, question.platform, kind=0, mesh=mesh)
+    config, page, pages_per_row = question.config, question.page, pages_of_row(question)
     rows = rows_within_tokens(config, ACCELERATOR_ROWS)
     while rows > MAX_ROWS:
         bounded = bounded_pages(replace(question, config=replace(config, max_num_seqs=rows)))
-        needed = rows * pages_per_row * of_page
+        needed = rows * pages_per_row * question.page_bytes(page, 0)
         needed += bytes_of_bounded(question, replace(page, num_bounded_pages=bounded))
         too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row
         if needed <= room and not too_few:
@@ -129,22 +112,22 @@ def pages_of_row(question: MemoryQuestion) -> int:
     return -(-min(TOKENS_PER_ROW, question.max_model_len) // question.config.page_size)
 
 
-def _room(question: MemoryQuestion, resident: int) -> float:
+def _room(question: MemoryQuestion) -> float:
     """Returns the bytes for pages; infinite if neither the configuration nor the device says."""
     config = question.config
     if config.cache_bytes is not None:
         return config.cache_bytes
     total = config.memory_bytes if config.memory_bytes is not None else question.placement.free_bytes()
-    return float("inf") if total is None else PAGES_PART * (total - resident)
+    return float("inf") if total is None else PAGES_PART * (total - question.resident_bytes)
 
 
-def plan_limit(config: EngineConfig, present_bytes: int, placement: Placement = DEFAULT_DEVICE) -> int | None:
+def plan_limit(question: MemoryQuestion, present_bytes: int = 0) -> int | None:
     """Returns the limit in bytes for parameters, pages and steps together on each device; None for no limit.
 
     `present_bytes`: those parameters that are on the device already. Raises ValueError if `memory_bytes` is more than
     the device has.
     """
-    free = placement.free_bytes()
+    config, free = question.config, question.placement.free_bytes()
     has = None if free is None else free + present_bytes
     if config.memory_bytes is None:
         return None if has is None else has - int(SPARE * has)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
 from jaxinfer.model.components.mlp import MLP
@@ -16,8 +17,9 @@ from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mixers import functions_of
 from jaxinfer.model.params import Params
+from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.devices import Chip
-from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.memory import num_bytes, num_elements
 from jaxinfer.quantization import QuantizedArray
 
 
@@ -49,17 +51,23 @@ class Split:
     """A model split over a mesh.
 
     `params`: abstract parameters with shardings, as they are stored; `numbers` has the same in floating point, before
-    quantization. `page_bytes`: of a page of each kind on a device.
+    quantization.
     """
 
-    config: ModelConfig
+    memory: MemoryQuestion
     params: Params
     numbers: Params
-    page_bytes: tuple[int, ...]
-    page_size: int
-    itemsize: int  # of activations
     tensor: int
     experts: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.memory.model
+
+    @cached_property
+    def page_bytes(self) -> tuple[int, ...]:
+        """The bytes of a page of each kind on a device."""
+        return tuple(self.memory.page_bytes(self.memory.page, kind) for kind in range(len(self.config.page_kinds)))
 
     @property
     def num_devices(self) -> int:
@@ -94,7 +102,7 @@ def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int
     mean_keys = context - (tokens_per_row - 1) / 2
     flops += num_tokens * sum(_attention_flops(split, mixer, mean_keys) for mixer in split.config.mixers)
     groups = list(_collectives(split))
-    width = num_tokens * split.config.hidden_size * split.itemsize
+    width = num_tokens * split.config.hidden_size * jnp.dtype(split.memory.dtype).itemsize
     link_bytes = sum(2 * (n - 1) / n * width for n in groups)
     reading, multiplying = read / chip.sheet.bandwidth, flops / chip.sheet.flops
     return StepFigures(
@@ -164,7 +172,7 @@ def _bytes_of_row(split: Split, context: int) -> float:
             total += 2 * of_page  # read, and written again
         else:
             seen = context if kind.window is None else min(context, kind.window)
-            total += seen / split.page_size * of_page
+            total += seen / split.memory.config.page_size * of_page
     return total
 
 
@@ -195,11 +203,3 @@ def _collectives(split: Split) -> Iterator[int]:
         networks = [network for network in (dense, shared) if isinstance(network, MLP)]
         groups += [split.num_parts(network.intermediate_size) for network in networks[:1]]
     yield from (number for number in groups if number > 1)
-
-
-def num_elements(tree: Any) -> int:
-    """Returns the number of elements of a tree of abstract arrays, on a device if they have shardings."""
-    shapes = (
-        leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)
-    )
-    return sum(map(math.prod, shapes))

@@ -18,6 +18,7 @@ from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.device_limits import memory_question
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device, Pipeline, advance
@@ -30,9 +31,7 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.parallel.placement import DEFAULT_DEVICE
-from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.limits import fit_limits
-from jaxinfer.plan.memory import num_bytes
 from jaxinfer.plan.step_shapes import loop_steps, max_rows, plan_buckets
 from jaxinfer.simulation.step_times import StepTimes, require_known_steps
 from jaxinfer.validation import require, shown
@@ -208,10 +207,8 @@ def load_simulated_engine(
     checkpoint = open_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
     engine_config = replace(engine_config, decode_loop_steps=loop_steps(engine_config))
-    params, model_config = checkpoint.abstract(dtype, quantization=engine_config.quantization)
-    model_config = model_config.for_length(engine_config.max_model_len)
-    question = MemoryQuestion(model=model_config, config=engine_config, dtype=dtype)
-    engine_config = fit_limits(question, num_bytes(params), speculates=False)
+    question, _ = memory_question(checkpoint, engine_config, dtype)
+    model_config, engine_config = question.model, fit_limits(question)
     placements = [DEFAULT_DEVICE] * parallelism.num_replicas
     options: dict[str, Any] = {"tokenizer": None, "placements": placements, "clock": clock}
     admission, scheduler = plan_host(checkpoint, replace(question, config=engine_config), **options)

@@ -36,8 +36,8 @@ def on(monkeypatch):
 
 def fitted(model=SMALL, *, speculates=False, **limits):
     params = abstract_params(model, jnp.bfloat16)
-    question = MemoryQuestion(model=model, config=EngineConfig(**limits), dtype="bfloat16")
-    return fit_limits(question, num_bytes(params), speculates=speculates)
+    options = {"param_bytes": num_bytes(params), "speculates": speculates}
+    return fit_limits(MemoryQuestion(model=model, config=EngineConfig(**limits), dtype="bfloat16", **options))
 
 
 def numbers(config):

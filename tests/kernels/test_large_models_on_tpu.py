@@ -88,10 +88,10 @@ def test_the_plan_before_compilation_is_that_of_the_compiler_within_two_percent(
         dtype="bfloat16",
     )
 
-    devices: dict[str, Any] = {"placement": placement, "platform": "tpu"}
+    devices: dict[str, Any] = {"param_bytes": num_bytes(params), "placement": placement, "platform": "tpu"}
     question = MemoryQuestion(model=config, config=EngineConfig(), dtype="bfloat16", **devices)
     buckets = [Bucket(is_decode, num_rows if is_decode else num_tokens, num_rows)]
-    plan = guess_memory(question, cache, buckets, resident_bytes=num_bytes(params), limit_bytes=None)
+    plan = guess_memory(question, cache, buckets, limit_bytes=None)
 
     # Beside parameters and pages, a step has its batch and sampling; the compiler pads some arrays.
     assert plan.resident_bytes + plan.pool_bytes == pytest.approx(figures["argument_bytes"], rel=1e-3)

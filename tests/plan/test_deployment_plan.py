@@ -439,6 +439,14 @@ def test_a_compiler_that_fails_leaves_the_plan_and_its_last_words(options, monke
         assert out.endswith("\nIts steps are not compiled: the compiler failed with 1: no such register\n")
 
 
+def test_a_plan_does_not_depend_on_the_machine_that_makes_it(monkeypatch):
+    plan = plan_deployment("Gemma-3-12B", of("v5e", 8))
+
+    monkeypatch.setattr("jaxinfer.device.CPU_BATCHED_TOKENS", 32)
+
+    assert plan_deployment("Gemma-3-12B", of("v5e", 8)) == plan
+
+
 def test_steps_are_compiled_for_the_packed_weights_of_the_plan(monkeypatch):
     tasks: list[compiler.CompileTask] = []
     monkeypatch.setattr("jaxinfer.plan.deployment.require_compiler", lambda *_: None)

@@ -21,6 +21,7 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.cache import MemoryQuestion, PlannedDrafter
+from jaxinfer.plan.memory import num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor
 
 
@@ -38,8 +39,9 @@ class EngineModel:
 
     def question(self, drafter: DeviceDrafter | None = None) -> MemoryQuestion:
         """Returns the question of the memory that this model takes, beside a drafter if there is one."""
-        options: dict[str, Any] = {"config": self.engine_config, "placement": self.placement, "drafter": drafter}
-        return MemoryQuestion(model=self.model_config, dtype=self._dtype.name, **options)
+        weights: dict[str, Any] = {"dtype": self._dtype.name, "param_bytes": num_bytes(self.params)}
+        devices: dict[str, Any] = {"placement": self.placement, "drafter": drafter}
+        return MemoryQuestion(model=self.model_config, config=self.engine_config, **weights, **devices)
 
     @property
     def _dtype(self) -> np.dtype:

@@ -22,8 +22,7 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, guess_memory, plan_cache
-from jaxinfer.plan.limits import resident_bytes
-from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
+from jaxinfer.plan.memory import MemoryPlan, fit_pages
 from jaxinfer.plan.step_shapes import Bucket, plan_buckets
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import shown
@@ -71,13 +70,7 @@ class Ready:
         return f"{self.num_executables} executables ready in {self.seconds:.1f} s"
 
 
-def plan_target(
-    params: Params,
-    question: MemoryQuestion,
-    custom: Mapping[str, LogitsProcessor],
-    *,
-    speculates: bool = False,
-) -> EngineModel:
+def plan_target(params: Params, question: MemoryQuestion, custom: Mapping[str, LogitsProcessor]) -> EngineModel:
     """Returns the model and its engine's limits, with the largest useful number of pages.
 
     Raises ValueError if a logits processor of `custom` cannot be a part of a step, or if it needs logits that the model
@@ -88,7 +81,7 @@ def plan_target(
         _refuse_logits(config, custom)
     _require_traceable(custom, model.vocab_size, question.max_model_len)
     cache_config = plan_cache(question)
-    if model.is_recurrent and speculates:
+    if model.is_recurrent and question.speculates:
         num_ends = max(bucket.num_sampled for bucket in plan_buckets(config, config.max_drafts) if bucket.is_verify)
         cache_config = replace(cache_config, num_draft_states=num_ends)
     return EngineModel(
@@ -159,13 +152,7 @@ class WarmUp:
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
         question = target.question(drafter)
-        guess = guess_memory(
-            question,
-            target.cache_config,
-            compiler.buckets,
-            resident_bytes=resident_bytes(question, num_bytes(target.params)),
-            limit_bytes=limit_bytes,
-        )
+        guess = guess_memory(question, target.cache_config, compiler.buckets, limit_bytes)
         self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
         (known, self.copiers), self._memory = fit_pages(
