@@ -141,7 +141,7 @@ def test_a_package_imports_only_packages_below_it(package):
 def test_every_package_below_the_engine_has_a_line_in_the_table():
     assert {package_of(module) for module in MODULES} - set(ALLOWED) == {
         *("", "__main__", "batch_job", "cli", "compat", "serve", "simulation"),
-        *("engine", "engine.agreement", "engine.assembly", "engine.async_llm", "engine.device_limits", "engine.engine"),
+        *("engine", "engine.agreement", "engine.assembly", "engine.async_llm", "engine.device_choice", "engine.engine"),
         *("engine.engine_thread", "engine.fair_threads", "engine.hand_over", "engine.llm", "engine.text_checks"),
         "engine.timeline",
     }

@@ -20,7 +20,7 @@ from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.device import idle_accelerators
 from jaxinfer.display.progress import write_line
-from jaxinfer.engine.device_limits import chosen_parallelism, describe_limits, memory_question
+from jaxinfer.engine.device_choice import chosen_parallelism, memory_question
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
@@ -44,7 +44,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, copied, identity_of
 from jaxinfer.plan.cache import MemoryQuestion, plan_cache
-from jaxinfer.plan.limits import MAX_LOOP_SECONDS, fit_limits, plan_limit
+from jaxinfer.plan.limits import MAX_LOOP_SECONDS, describe_limits, fit_limits, plan_limit
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.sampling.processors import LogitsProcessor

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 
 from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.cache import (
     MemoryQuestion,
     bounded_pages,
@@ -17,6 +18,7 @@ from jaxinfer.plan.cache import (
 from jaxinfer.plan.memory import MemoryPlan
 from jaxinfer.plan.step_shapes import (
     MAX_ROWS,
+    loop_steps,
     max_batched_tokens,
     max_mixed_tokens,
     max_rows,
@@ -72,6 +74,19 @@ def fit_limits(question: MemoryQuestion) -> EngineConfig:
     config = replace(config, max_num_seqs=max_rows(config), decode_loop_steps=steps)
     tokens, mixed = max_batched_tokens(config), max_mixed_tokens(config)
     return replace(config, max_num_batched_tokens=tokens, max_mixed_tokens=mixed)
+
+
+def describe_limits(config: EngineConfig, placement: Placement = DEFAULT_DEVICE) -> str:
+    """Returns a line with the limits of a configuration that `fit_limits` has returned, and of each replica."""
+    steps = loop_steps(config)
+    loops = f"decode loops of {steps} steps" if steps > 1 else "single decode steps"
+    sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
+    cache = "" if config.cache_dtype is None else f", keys and values in {config.cache_dtype}"
+    each = f"{placement.num_devices} x " if placement.num_devices > 1 else ""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    memory = "" if limit is None else f" with {limit / 2**30:.1f} GiB for JAX"
+    replicas = f"{config.num_replicas} replicas, each on " if config.num_replicas > 1 else ""
+    return f"{replicas}{each}{jax.devices()[0].device_kind}{memory}: {sizes}, {loops}{cache}"
 
 
 def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:

@@ -18,7 +18,7 @@ from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
-from jaxinfer.engine.device_limits import memory_question
+from jaxinfer.engine.device_choice import memory_question
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device, Pipeline, advance

@@ -18,7 +18,6 @@ from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_dev
 from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.limits import pages_of_row, plan_limit, plan_memory
 from jaxinfer.plan.memory import num_bytes
-from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_rows
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +105,3 @@ def memory_question(
     params = placement.params(model, params)
     options: dict[str, Any] = {"param_bytes": num_bytes(params), "speculates": speculates, "placement": placement}
     return MemoryQuestion(model=model, config=config, dtype=dtype, **options), params
-
-
-def describe_limits(config: EngineConfig, placement: Placement = DEFAULT_DEVICE) -> str:
-    """Returns a line with the limits of a configuration that `fit_limits` has returned, and of each replica."""
-    steps = loop_steps(config)
-    loops = f"decode loops of {steps} steps" if steps > 1 else "single decode steps"
-    sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
-    cache = "" if config.cache_dtype is None else f", keys and values in {config.cache_dtype}"
-    each = f"{placement.num_devices} x " if placement.num_devices > 1 else ""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    memory = "" if limit is None else f" with {limit / 2**30:.1f} GiB for JAX"
-    replicas = f"{config.num_replicas} replicas, each on " if config.num_replicas > 1 else ""
-    return f"{replicas}{each}{jax.devices()[0].device_kind}{memory}: {sizes}, {loops}{cache}"

@@ -10,10 +10,9 @@ import pytest
 
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.device_limits import describe_limits
 from jaxinfer.model.params import abstract_params
 from jaxinfer.plan.cache import MemoryQuestion
-from jaxinfer.plan.limits import fit_limits, fitting_loop_steps
+from jaxinfer.plan.limits import describe_limits, fit_limits, fitting_loop_steps
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.plan.step_shapes import plan_buckets, plan_draws
 
