@@ -70,8 +70,12 @@ def num_bounded_pages(model: str, layout: str) -> tuple[int, ...]:
     from jaxinfer.plan.cache import MemoryQuestion, bounded_pages
 
     num_rows, num_tokens = SIZES[layout]
-    limits = {"max_num_seqs": num_rows, "max_num_batched_tokens": num_tokens, "max_model_len": MAX_CONTEXT}
-    config = EngineConfig(**limits, page_size=PAGE_SIZE)
+    config = EngineConfig(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=num_tokens,
+        max_model_len=MAX_CONTEXT,
+        page_size=PAGE_SIZE,
+    )
     return bounded_pages(MemoryQuestion(model=published_config(model), config=config, dtype="bfloat16"))
 
 

@@ -45,6 +45,7 @@ from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import init_params
 from jaxinfer.parallel import placement
 from jaxinfer.parallel.placement import Placement
+from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.sampling.sample import split_top_k
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
@@ -461,7 +462,8 @@ def tried_products(checkpoint: str) -> dict[str, int]:
             tried.clear()
             at = Placement.of(model_config, parallelism)
             params = at.params(model_config, abstract)
-            target = plan_target(params, model_config, config, "float32", {}, None, at)
+            question = MemoryQuestion(model=model_config, config=config, dtype="float32", placement=at)
+            target = plan_target(params, question, {})
             compiler = StepCompiler(target, config.max_drafts)
             for bucket in compiler.buckets:
                 compiler.trace(target.cache_config, bucket)
