@@ -31,7 +31,7 @@ QUANTIZATIONS = ("int8", "int4")
 PACKED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "mxfp4", "nvfp4", "modelopt", "compressed-tensors", "gguf")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 ATTENTIONS = ("reference",)
-# The fields of EngineConfig that a plan of `jaxinfer.capacity` counts.
+# The fields of EngineConfig that a deployment plan counts.
 PLANNED_FIELDS = (
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len"),
     *("page_size", "memory_bytes", "cache_dtype", "quantization"),

@@ -18,9 +18,9 @@ import pytest
 
 from jaxinfer.engine.drafters import draft_heads, draft_model, hidden_states
 from jaxinfer.engine.execution import executable_cache, step_compiler, warm_up
-from jaxinfer.engine.execution.compiled_steps import Choice, CompiledSteps, draw_form, draw_forms_of
-from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
+from jaxinfer.engine.execution.compiled_steps import Choice, CompiledSteps, choose_bucket, draw_form, draw_forms_of
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.plan.step_shapes import Bucket
 from tests.memory_maps import are_memory_maps_short
 
 # What this process has compiled, by the key on disk, and by the options, because the key leaves out logits processors.

@@ -38,7 +38,8 @@ ALLOWED = {
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "gguf plain_values sampling_params validation",
     "checkpoint": "atomic_file config device gguf display model quantization sampling_params steps validation",
-    "plan": "display kernels_pallas",
+    "plan": "checkpoint config device display kernels_pallas model parallel quantization sampling sampling_params steps"
+    " validation xla_options",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "display engine.kv_cache engine.request sampling_params validation",
@@ -46,12 +47,12 @@ ALLOWED = {
     " kernels_pallas model parallel plan quantization sampling sampling_params source_digest steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model parallel plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
-    " engine.scheduling model steps text validation",
+    " engine.scheduling model plan steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
     " engine.scheduling model names parallel plain_values sampling_params text validation",
     "openai": "config engine.frontend engine.request json_lines names sampling_params text validation",
 }
-# The command line, the server, the simulation, capacity plans, batch jobs, the interfaces of other engines and the
+# The command line, the server, the simulation, batch jobs, the interfaces of other engines and the
 # engine's own few modules may import all of these.
 NO_JAX = ("config", "gguf", "text", "engine.request", "engine.kv_cache", "engine.scheduling")
 
@@ -139,8 +140,8 @@ def test_a_package_imports_only_packages_below_it(package):
 
 def test_every_package_below_the_engine_has_a_line_in_the_table():
     assert {package_of(module) for module in MODULES} - set(ALLOWED) == {
-        *("", "__main__", "batch_job", "capacity", "cli", "compat", "serve", "simulation"),
-        *("engine", "engine.agreement", "engine.assembly", "engine.async_llm", "engine.device_limits", "engine.engine"),
+        *("", "__main__", "batch_job", "cli", "compat", "serve", "simulation"),
+        *("engine", "engine.agreement", "engine.assembly", "engine.async_llm", "engine.device_choice", "engine.engine"),
         *("engine.engine_thread", "engine.fair_threads", "engine.guarded_engine", "engine.llm", "engine.page_mover"),
         *("engine.text_checks", "engine.timeline"),
     }
@@ -185,7 +186,7 @@ def test_no_module_imports_oracles_or_training_frameworks():
 
 # What is kept on disk of a compiler's work depends on the compiler's own flags, and bits on CPU depend on one of them.
 # A compiler in a process of its own gets its settings by variables.
-MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.xla_options", "jaxinfer.capacity.compiler"}
+MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.xla_options", "jaxinfer.plan.compiler"}
 
 
 def test_no_module_reads_or_sets_an_environment_variable():

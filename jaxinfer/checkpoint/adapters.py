@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.checkpoint.assembly import Assembly, floats_of, plan_assembly
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.config_json.text_model import SPELLINGS
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.checkpoint.huggingface import read_json, resolve_checkpoint
+from jaxinfer.checkpoint.making.assemblies import Assembly, assemblies_of, is_assembly, plan_assembly
+from jaxinfer.checkpoint.making.reading import floats_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.adapted_params import Adapter, Slots, adapted_weights, slots_of
@@ -258,9 +259,9 @@ def _assemblies(plan: Any, config: ModelConfig) -> list[Assembly]:
         lambda assembly, spec: None if spec is None else assembly,
         plan,
         adapted_weights(config),
-        is_leaf=lambda node: isinstance(node, Assembly),
+        is_leaf=is_assembly,
     )
-    return jax.tree.leaves(adapted, is_leaf=lambda node: isinstance(node, Assembly))
+    return assemblies_of(adapted)
 
 
 def _read_weights(

@@ -15,34 +15,40 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.checkpoint.assembly import Assembly, abstract, assemble, grid_of, plan_assembly
-from jaxinfer.checkpoint.config_json.family import Family, WeightTable, embedding_name, fields_of, is_backbone
+from jaxinfer.checkpoint.config_json.family import Family, embedding_name, is_backbone
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
 from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cache_scales
 from jaxinfer.checkpoint.formats.elsewhere import READ, settings_beside, unread_format
 from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, settings_of_gguf
 from jaxinfer.checkpoint.huggingface import DOWNLOADED, gguf_files, read_headers, read_json, resolve_checkpoint
-from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
-from jaxinfer.checkpoint.stored import Stored, StoredQuantized
+from jaxinfer.checkpoint.making.assemblies import assemblies_of, grid_of, is_assembly, plan_assembly
+from jaxinfer.checkpoint.making.misfits import (
+    UNEMBEDDING,
+    expected_shapes,
+    have_equal_values,
+    refuse_misfits,
+    unread_keys_and_values,
+    with_prefix,
+)
+from jaxinfer.checkpoint.making.reading import abstract, assemble
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.config import require_quantization
 from jaxinfer.device import packs_integers, scans_layers
 from jaxinfer.display.progress import Bar
 from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
-from jaxinfer.model.layer_parts import source_of
 from jaxinfer.model.params import Params, abstract_params, over_mesh, shardings
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.validation import MAX_INT, is_int
 
 logger = logging.getLogger(__name__)
 
-UNEMBEDDING = "lm_head.weight"  # the name, or its end
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
-ROWS_COMPARED_AT_ONCE = 4096
 
 
 def open_checkpoint(path_or_id: str | Path | Checkpoint, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
@@ -170,13 +176,22 @@ class Checkpoint:
         Raises one ValueError that lists every missing, unexpected or mis-shaped tensor, and ValueError if a file has
         changed since its header was read.
         """
-        family, (stored, states) = self.family, self._stored_and_states
-        for file, state in states.items():
+        for file, state in self._stored_and_states[1].items():
             if _state_of(file) != state:
                 raise ValueError(f"{file} has changed since it was opened; load the checkpoint again")
+        if config not in self._plans:  # a start asks for one and the same several times
+            self._plans[config] = self._new_plan(config)
+        return self._plans[config]
+
+    @cached_property
+    def _plans(self) -> dict[ModelConfig, tuple[Params, dict[str, Stored]]]:
+        return {}
+
+    def _new_plan(self, config: ModelConfig) -> tuple[Params, dict[str, Stored]]:
+        family, stored = self.family, self.stored
         weights = family.weights_among(stored)
-        plan, unread = plan_assembly(config, weights), _unread_keys_and_values(config, weights)
-        stored = _with_prefix(stored, {*_expected_shapes(plan), *unread}, family.prefix)
+        plan, unread = plan_assembly(config, weights), unread_keys_and_values(config, weights)
+        stored = with_prefix(stored, {*expected_shapes(plan), *unread}, family.prefix)
         own = _without(stored, (*family.skipped, *family.draft_prefixes(self.settings), *unread))
         if config.has_tied_embeddings and plan.embedding.names[0] not in own:
             # The one tensor may have either name.
@@ -198,7 +213,7 @@ class Checkpoint:
     ) -> tuple[Params, ModelConfig]:
         """Returns what `load_checkpoint` returns."""
         require_quantization(quantization)
-        config = over_mesh(self._grouped_config(layer_cuts), mesh)
+        config = over_mesh(self.grouped(self.config, layer_cuts, scans=scans_layers()), mesh)
         placement = None if mesh is None else shardings(config, mesh)
         options: dict[str, Any] = {"quantization": quantization, "placement": placement}
         return self.load_params(config, dtype, show_progress=show_progress, **options), config
@@ -239,11 +254,11 @@ class Checkpoint:
             towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
             logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
         if self.gguf is not None:
-            floats = [a for a in jax.tree.leaves(plan, is_leaf=_is_assembly) if grid_of(a, stored) is None]
+            floats = [a for a in assemblies_of(plan) if grid_of(a, stored) is None]
             names = (name for assembly in floats for name in assembly.names)
             if line := describe_widened(self.gguf, names, jnp.dtype(dtype)):
                 logger.warning("%s: %s", path, line)
-        if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=_is_assembly):
+        if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=is_assembly):
             raise ValueError(
                 f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
                 " build it from the config that is given here"
@@ -262,7 +277,7 @@ class Checkpoint:
         It needs config.json alone, and of packed weights the headers of their files.
         """
         require_quantization(quantization)
-        config = over_mesh(self._grouped_config(), mesh)
+        config = over_mesh(self.grouped(self.config, scans=scans_layers()), mesh)
         options: dict[str, Any] = {"quantization": quantization, "is_packed": packs_integers()}
         return self.abstract_params(config, dtype, **options), config
 
@@ -277,7 +292,7 @@ class Checkpoint:
             self._refuse_both(quantization)
             plan, stored = self.plan(config)
             shapes = partial(abstract, stored=stored, dtype=jnp.dtype(dtype), packs_integers=is_packed)
-            return jax.tree.map(shapes, plan, is_leaf=_is_assembly)
+            return jax.tree.map(shapes, plan, is_leaf=is_assembly)
         params = abstract_params(config, dtype)
         if quantization is None:
             return params
@@ -291,7 +306,7 @@ class Checkpoint:
         plan, stored = self.plan(config.regrouped((1,) * config.num_layers))
 
         def grids(layer: Any) -> list[Any]:
-            return [grid_of(assembly, stored) for assembly in jax.tree.leaves(layer, is_leaf=_is_assembly)]
+            return [grid_of(assembly, stored) for assembly in assemblies_of(layer)]
 
         known: dict[Layer, list[Any]] = {}
         anew = []
@@ -348,7 +363,7 @@ class Checkpoint:
     ) -> dict[str, StoredTensor]:
         """Returns those of the other tensors that the model needs beside the named ones, as parts of packed weights."""
         weights, prefix = self.family.weights_among(named), self.family.prefix
-        expected = _expected_shapes(plan_assembly(self.family.config_from_hf(self.settings), weights))
+        expected = expected_shapes(plan_assembly(self.family.config_from_hf(self.settings), weights))
         present = {module for name in named for module in (_module(name), prefix + _module(name))}
         modules = {_module(name) for name in expected} - present
 
@@ -380,9 +395,9 @@ class Checkpoint:
             return None
         return settings_beside(self.path, stored)
 
-    def _grouped_config(self, layer_cuts: Collection[int] = ()) -> ModelConfig:
-        config = self.config
-        if not scans_layers():
+    def grouped(self, config: ModelConfig, layer_cuts: Collection[int] = (), *, scans: bool) -> ModelConfig:
+        """Returns the model with its layers in the stacks of a device that scans over them, or else with each alone."""
+        if not scans:
             return config.regrouped((1,) * config.num_layers)
         return config.regrouped(scan_sizes(config.layers, {*layer_cuts, *self.layers_packed_anew(config)}))
 
@@ -445,7 +460,7 @@ def read_tensors(
     show_progress: bool = False,
 ) -> Any:
     """Returns a tree with a tensor in the place of each `Assembly` of the plan; options are those of `load_params`."""
-    assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
+    assemblies, structure = jax.tree.flatten(plan, is_leaf=is_assembly)
     shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
     dtype, options = jnp.dtype(dtype), {"quantization": quantization, "packs_integers": packs_integers()}
     num_tensors = sum(len(assembly.names) for assembly in assemblies)
@@ -455,91 +470,3 @@ def read_tensors(
             leaves.append(assemble(assembly, stored, dtype, sharding, **options))
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)
-
-
-def _unread_keys_and_values(config: ModelConfig, weights: WeightTable) -> set[str]:
-    """Returns the names of keys and values of layers that read those of an earlier layer.
-
-    Published checkpoints have them, and `transformers` leaves them out.
-    """
-    readers = [
-        i for i, layer in enumerate(config.layers) if any(source_of(mixer) is not None for mixer in layer.mixers)
-    ]
-    fields = {f"layers.mixer.{name}" for name in ("k", "k_bias", "k_norm", "v", "v_bias")}
-    names = [name for name, targets in weights.items() if fields & {*fields_of(targets)}]
-    return {name.format(layer=layer) for name in names for layer in readers}
-
-
-def _with_prefix(stored: Mapping[str, Stored], expected: Collection[str], prefix: str) -> dict[str, Stored]:
-    """Returns the tensors under their expected names: each name may lack the prefix, as in transformers."""
-
-    def expected_name(name: str) -> str:
-        whole = prefix + name
-        return whole if name not in expected and whole in expected and whole not in stored else name
-
-    return {expected_name(name): tensor for name, tensor in stored.items()}
-
-
-def _is_assembly(node: Any) -> bool:
-    return isinstance(node, Assembly)
-
-
-def _expected_shapes(plan: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each stored tensor that a tree of `Assembly` needs, by its name."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for assembly in jax.tree.leaves(plan, is_leaf=_is_assembly):
-        expected |= dict.fromkeys(assembly.names, assembly.stored_shape)
-    return expected
-
-
-def refuse_misfits(
-    path: Path,
-    plan: Any,
-    stored: Mapping[str, Stored],
-    *,
-    needs_unembedding: bool = True,
-    way_out: str | None = None,
-) -> None:
-    """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
-
-    A model that needs no unembedding may have one: one equal to the embedding, or that of a backbone.
-    """
-    expected = _expected_shapes(plan)
-    problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in stored]
-    for name, tensor in stored.items():
-        if name not in expected:
-            # The frequencies follow from the config.
-            is_known = name.endswith("rotary_emb.inv_freq") or (not needs_unembedding and name.endswith(UNEMBEDDING))
-            is_known |= _is_zero_bias(name, stored)
-            problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
-        elif tensor.shape != expected[name]:
-            problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
-        elif isinstance(tensor, StoredTensor) and tensor.dtype not in DTYPES:
-            problems.append(f"unsupported dtype: {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
-    if problems:
-        way_out = way_out or (
-            "use the config.json and the safetensors of one and the same checkpoint, or correct the table of a family"
-            " that you are adding"
-        )
-        listed = "\n  ".join(problems)
-        raise ValueError(f"{len(problems)} tensors in {path} do not fit its config.json; {way_out}:\n  {listed}")
-
-
-def _is_zero_bias(name: str, stored: Mapping[str, Stored]) -> bool:
-    """True for a bias of zeros beside a packed weight, as AutoGPTQ writes for layers without a bias."""
-    module, _, last = name.rpartition(".")
-    bias = stored[name]
-    is_of_packed = last == "bias" and isinstance(stored.get(f"{module}.weight"), StoredQuantized)
-    return is_of_packed and isinstance(bias, StoredTensor) and bias.dtype in DTYPES and not bias.map().any()
-
-
-def have_equal_values(one: Stored, other: Stored) -> bool:
-    """True if two stored tensors [rows, columns] are equal; reads a few rows at a time. Packed ones are not."""
-    if isinstance(one, StoredQuantized) or isinstance(other, StoredQuantized):
-        return False
-    if one.shape != other.shape or not {one.dtype, other.dtype} <= DTYPES.keys():
-        return False
-    ours, theirs = one.map(), other.map()
-    starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)
-    pieces = [slice(start, start + ROWS_COMPARED_AT_ONCE) for start in starts]
-    return not any((ours[piece] != theirs[piece]).any() for piece in pieces)

@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
-from jaxinfer.checkpoint.checkpoint import Checkpoint, have_equal_values, read_tensors, refuse_misfits
+from jaxinfer.checkpoint.checkpoint import Checkpoint, read_tensors
 from jaxinfer.checkpoint.config_json.family import LAYER, as_stored
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_size
 from jaxinfer.checkpoint.families import FAMILIES, llama
 from jaxinfer.checkpoint.huggingface import read_json
+from jaxinfer.checkpoint.making.assemblies import Assembly, plan_assembly
+from jaxinfer.checkpoint.making.misfits import have_equal_values, refuse_misfits
 from jaxinfer.checkpoint.safetensors_file import INTEGERS, StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.components.attention import AttentionParams

@@ -10,6 +10,17 @@ from jaxinfer.checkpoint.formats.described import DescribedCheckpoint
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.validation import shown
 
+
+def sizes(*, hidden: int, mlp: int, layers: int, heads: int) -> dict[str, int]:
+    """Returns the fields of config.json with a model's sizes."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -26,20 +37,8 @@ LLAMA_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA_8B = {
-    **LLAMA,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-LLAMA_70B = {
-    **LLAMA,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
+LLAMA_8B = {**LLAMA, **sizes(hidden=4096, mlp=14336, layers=32, heads=32)}
+LLAMA_70B = {**LLAMA, **sizes(hidden=8192, mlp=28672, layers=80, heads=64)}
 LLAMA_LONG = {"max_position_embeddings": 131072, "rope_scaling": LLAMA_ROPE}
 LLAMA_SMALL = {
     **LLAMA,
@@ -77,20 +76,8 @@ QWEN3_MOE = {
 }
 # Of the models of July 2025 and later.
 QWEN3_MOE_LONG = {**QWEN3_MOE, "max_position_embeddings": 262144, "rope_theta": 1e7}
-QWEN3_30B = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "moe_intermediate_size": 768,
-}
-QWEN3_235B = {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
-}
+QWEN3_30B = {**sizes(hidden=2048, mlp=6144, layers=48, heads=32), "moe_intermediate_size": 768}
+QWEN3_235B = {**sizes(hidden=4096, mlp=12288, layers=94, heads=64), "moe_intermediate_size": 1536}
 QWEN3_5 = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -107,10 +94,7 @@ QWEN3_5 = {
 }
 QWEN3_5_27B = {
     **QWEN3_5,
-    "hidden_size": 5120,
-    "intermediate_size": 17408,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 24,
+    **sizes(hidden=5120, mlp=17408, layers=64, heads=24),
     "num_key_value_heads": 4,
     "linear_num_value_heads": 48,
 }
@@ -230,10 +214,7 @@ DEEPSEEK_FP8 = {
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
+    **sizes(hidden=7168, mlp=18432, layers=61, heads=128),
     "num_key_value_heads": 128,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
@@ -257,98 +238,32 @@ DEEPSEEK_V3 = {
     "quantization_config": DEEPSEEK_FP8,
 }
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "Llama-3.2-1B": {
-        **LLAMA_SMALL,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "head_dim": 64,
-    },
-    "Llama-3.2-3B": {
-        **LLAMA_SMALL,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "head_dim": 128,
-    },
+    "Llama-3.2-1B": {**LLAMA_SMALL, **sizes(hidden=2048, mlp=8192, layers=16, heads=32), "head_dim": 64},
+    "Llama-3.2-3B": {**LLAMA_SMALL, **sizes(hidden=3072, mlp=8192, layers=28, heads=24), "head_dim": 128},
     "Llama-3-8B": LLAMA_8B,
     "Llama-3.1-8B": {**LLAMA_8B, **LLAMA_LONG},
     "Llama-3-70B": LLAMA_70B,
     "Llama-3.1-70B": {**LLAMA_70B, **LLAMA_LONG},
     "Llama-3.3-70B": {**LLAMA_70B, **LLAMA_LONG},
-    "Llama-3.1-405B": {
-        **LLAMA,
-        **LLAMA_LONG,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-    },
+    "Llama-3.1-405B": {**LLAMA, **LLAMA_LONG, **sizes(hidden=16384, mlp=53248, layers=126, heads=128)},
     "Qwen2.5-7B": {
         **QWEN2,
         "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
+        **sizes(hidden=3584, mlp=18944, layers=28, heads=28),
         "num_key_value_heads": 4,
     },
     "Qwen2.5-72B": {
         **QWEN2,
         "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
+        **sizes(hidden=8192, mlp=29568, layers=80, heads=64),
         "num_key_value_heads": 8,
     },
-    "Qwen3-0.6B": {
-        **QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-1.7B": {
-        **QWEN3,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-4B": {
-        **QWEN3,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-8B": {
-        **QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "Qwen3-14B": {
-        **QWEN3,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-    },
-    "Qwen3-32B": {
-        **QWEN3,
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-    },
+    "Qwen3-0.6B": {**QWEN3, **sizes(hidden=1024, mlp=3072, layers=28, heads=16), "tie_word_embeddings": True},
+    "Qwen3-1.7B": {**QWEN3, **sizes(hidden=2048, mlp=6144, layers=28, heads=16), "tie_word_embeddings": True},
+    "Qwen3-4B": {**QWEN3, **sizes(hidden=2560, mlp=9728, layers=36, heads=32), "tie_word_embeddings": True},
+    "Qwen3-8B": {**QWEN3, **sizes(hidden=4096, mlp=12288, layers=36, heads=32)},
+    "Qwen3-14B": {**QWEN3, **sizes(hidden=5120, mlp=17408, layers=40, heads=40)},
+    "Qwen3-32B": {**QWEN3, **sizes(hidden=5120, mlp=25600, layers=64, heads=64)},
     "Qwen3-30B-A3B": {**QWEN3_MOE, **QWEN3_30B},
     "Qwen3-30B-A3B-2507": {**QWEN3_MOE_LONG, **QWEN3_30B},
     "Qwen3-Coder-30B-A3B": {**QWEN3_MOE_LONG, **QWEN3_30B},
@@ -356,10 +271,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-235B-A22B-2507": {**QWEN3_MOE_LONG, **QWEN3_235B},
     "Qwen3-Coder-480B-A35B": {
         **QWEN3_MOE_LONG,
-        "hidden_size": 6144,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 96,
+        **sizes(hidden=6144, mlp=8192, layers=62, heads=96),
         "num_key_value_heads": 8,
         "num_experts": 160,
         "moe_intermediate_size": 2560,
@@ -367,11 +279,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-Next-80B-A3B": {
         "model_type": "qwen3_next",
         "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 48,
+        **sizes(hidden=2048, mlp=5120, layers=48, heads=16),
         "full_attention_interval": 4,
-        "num_attention_heads": 16,
         "num_key_value_heads": 2,
         "head_dim": 256,
         "linear_num_key_heads": 16,
@@ -394,10 +303,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
     "Qwen3.5-0.8B": {
         **QWEN3_5,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 8,
+        **sizes(hidden=1024, mlp=3584, layers=24, heads=8),
         "num_key_value_heads": 2,
         "linear_num_value_heads": 16,
         "tie_word_embeddings": True,
@@ -421,43 +327,31 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
     "Gemma-3-4B": {
         **GEMMA3,
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 34,
-        "num_attention_heads": 8,
+        **sizes(hidden=2560, mlp=10240, layers=34, heads=8),
         "num_key_value_heads": 4,
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
     },
     "Gemma-3-12B": {
         **GEMMA3,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
+        **sizes(hidden=3840, mlp=15360, layers=48, heads=16),
         "num_key_value_heads": 8,
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
     },
     "Gemma-3-27B": {
         **GEMMA3,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
+        **sizes(hidden=5376, mlp=21504, layers=62, heads=32),
         "num_key_value_heads": 16,
         "head_dim": 128,
         "query_pre_attn_scalar": 168,
     },
     "Gemma-4-E2B": {
         **GEMMA4,
-        "hidden_size": 1536,
+        **sizes(hidden=1536, mlp=6144, layers=35, heads=8),
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 35,
         "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
-        "num_attention_heads": 8,
         "num_key_value_heads": 1,
         "num_kv_shared_layers": 20,
         "use_double_wide_mlp": True,
@@ -467,21 +361,15 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     },
     "Gemma-4-31B": {
         **GEMMA4,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 60,
+        **sizes(hidden=5376, mlp=21504, layers=60, heads=32),
         "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
-        "num_attention_heads": 32,
         "num_key_value_heads": 16,
         "num_global_key_value_heads": 4,
     },
     "Gemma-4-26B-A4B": {
         **GEMMA4,
-        "hidden_size": 2816,
-        "intermediate_size": 2112,
-        "num_hidden_layers": 30,
+        **sizes(hidden=2816, mlp=2112, layers=30, heads=16),
         "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
-        "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "num_global_key_value_heads": 2,
         "enable_moe_block": True,
@@ -521,10 +409,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Phi-4": {
         "model_type": "phi3",
         "vocab_size": 100352,
-        "hidden_size": 5120,
-        "intermediate_size": 17920,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
+        **sizes(hidden=5120, mlp=17920, layers=40, heads=40),
         "num_key_value_heads": 10,
         "max_position_embeddings": 16384,
         "original_max_position_embeddings": 16384,

@@ -26,9 +26,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.atomic_file import replacing
-from jaxinfer.checkpoint.assembly import Assembly
 from jaxinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_tensors
 from jaxinfer.checkpoint.huggingface import INDEX_FILE, read_json
+from jaxinfer.checkpoint.making.assemblies import Assembly, assemblies_of
 from jaxinfer.checkpoint.safetensors_file import (
     DTYPES,
     FLOAT8,
@@ -206,7 +206,7 @@ def _calibrate(
     bar = Bar(config.num_layers, unit="layer", description="calibrating", show=show_progress)
     for index in bar.along(range(config.num_layers)):
         layer = plan.layers[index]
-        assemblies = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Assembly))
+        assemblies = assemblies_of(layer)
         names = {i: [by_place[_place(stored[name])] for name in making.names] for i, making in enumerate(assemblies)}
         observed = {i: own for i, own in names.items() if groups.keys() >= {*own}}
         rounding = _LayerRounding(headers, groups, scheme)
@@ -302,7 +302,7 @@ def _groups(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, int]:
     config = checkpoint.config
     plan, stored = checkpoint.plan(config.regrouped((1,) * config.num_layers))
     uses: dict[str, list[Assembly]] = {}
-    for assembly in jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Assembly)):
+    for assembly in assemblies_of(plan):
         for name in assembly.names:
             uses.setdefault(name, []).append(assembly)
 

@@ -20,13 +20,13 @@ from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import describe_cpu, enable_compilation_cache, idle_accelerators
 from jaxinfer.engine.execution.executable_cache import cache_bytes, cache_folder
-from jaxinfer.engine.execution.memory_plan import one_page
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.quantized_params import quantize_weight
+from jaxinfer.plan.cache import one_page
 from kernels_pallas.choices import (
     ROWS,
     has_tuned_table,

@@ -15,7 +15,7 @@ from jaxinfer.config import AUTO, PLANNED_FIELDS, EngineConfig
 from jaxinfer.xla_options import MEMORY_FRACTION
 
 if TYPE_CHECKING:
-    from jaxinfer.capacity import Answer, CompiledStep, DeploymentPlan, Devices, Layout, Rates
+    from jaxinfer.plan import Answer, CompiledStep, DeploymentPlan, Devices, Layout, Rates
 
 OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED_FIELDS)
 EXIT_FAILURE = 1
@@ -57,9 +57,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan and returns 0, or 1 if the model does not fit or its steps cannot be compiled."""
     config = from_arguments(EngineConfig, arguments)
-    from jaxinfer.capacity import compile_plan, parse_devices, plan_deployment
-    from jaxinfer.capacity.answer import LOAD_BYTES_PER_SECOND, answer
     from jaxinfer.device import resolve_dtype
+    from jaxinfer.plan import compile_plan, parse_devices, plan_deployment
+    from jaxinfer.plan.answer import LOAD_BYTES_PER_SECOND, answer
 
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
     rates = {"bandwidth": arguments.bandwidth, "flops": arguments.flops, "link_bytes": arguments.link_bandwidth}

@@ -20,24 +20,18 @@ from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.device import idle_accelerators
 from jaxinfer.display.progress import write_line
-from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, chosen_parallelism, describe_limits, fit_limits
+from jaxinfer.engine.device_choice import chosen_parallelism, memory_question
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
-from jaxinfer.engine.execution.memory_plan import (
-    plan_bounded_kinds,
-    plan_cache,
-    plan_limit,
-    plan_window,
-    resolve_max_model_len,
-)
 from jaxinfer.engine.execution.runner import Runner
-from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
-from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_bytes
+from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
 from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import TEXT_FILES, page_identity
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers, Tier
 from jaxinfer.engine.page_mover import DevicePageMover
 from jaxinfer.engine.scheduling.metrics import Targets
@@ -49,6 +43,10 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, copied, identity_of
+from jaxinfer.plan.cache import MemoryQuestion, plan_cache
+from jaxinfer.plan.limits import MAX_LOOP_SECONDS, describe_limits, fit_limits, plan_limit
+from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
@@ -126,13 +124,10 @@ def _connect_parts(
 ) -> EngineParts:
     """Returns the parts of an engine on these placements; in a process that follows another one it does not return."""
     placement = placements[0]
-    weights = {"quantization": config.quantization, "mesh": placement.mesh}
-    abstract, model_config = checkpoint.abstract(dtype, **weights)
-    model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
-    abstract = placement.params(model_config, abstract)
-    speculates = speculation is not None
-    config = fit_limits(config, model_config, abstract, dtype, speculates=speculates, placement=placement)
+    question, abstract = memory_question(checkpoint, config, dtype, placement, speculates=speculation is not None)
+    model_config, config = question.model, fit_limits(question)
+    question = replace(question, config=config)
     limits = describe_limits(config, placement)
     logger.info(limits)
     if show_progress:
@@ -141,7 +136,7 @@ def _connect_parts(
     if planned is None:
         checkpoint.plan(model_config)  # else an error would come after seconds of compilation
         models = [
-            plan_target(one.params(model_config, abstract), model_config, config, dtype, custom, None, one)
+            plan_target(one.params(model_config, abstract), replace(question, placement=one), custom)
             for one in placements
         ]
         params, warm_ups = load_and_compile(checkpoint, models, dtype, show_progress=show_progress)
@@ -149,8 +144,9 @@ def _connect_parts(
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
         target, model_config = load_target(checkpoint, config, dtype, planned, **loading)
         model_config = model_config.for_length(config.max_model_len)
-        model = plan_target(target, model_config, config, dtype, custom, planned, placement)
-        limit = plan_limit(config, resident_bytes(target, planned), placement)
+        of_target = {"model": model_config, "param_bytes": num_bytes(target), "drafter": planned.device_drafter}
+        question = replace(question, **of_target)
+        model, limit = plan_target(target, question, custom), plan_limit(question, question.loaded_bytes)
         params = [target]
         warm_ups = [WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)]
     tokenizer = Tokenizer.from_path(checkpoint.path)
@@ -159,9 +155,7 @@ def _connect_parts(
     tiers = plan_tiers(config, page_bytes(model_config.for_devices(1), cache_config))
     admission, scheduler = plan_host(
         checkpoint,
-        model_config,
-        config,
-        dtype,
+        question,
         tokenizer,
         custom=tuple(custom),
         speculation=planned,
@@ -175,7 +169,7 @@ def _connect_parts(
     if hosts is not None:
         hosts.agree({"model": repr(model_config), "EngineConfig, with the limits of the devices": repr(config)})
         if hosts.index > 0:
-            own = {"max_rank": config.max_adapter_rank, "dtype": warm_ups[0].model.params.final_norm.dtype}
+            own = warm_ups[0].model.adapter_options
             runners[0].follow(partial(read_adapter, checkpoint=checkpoint, config=model_config, **own))
             hosts.wait_for_end()
             raise SystemExit(0)
@@ -237,7 +231,7 @@ def load_and_compile(
     Reads the checkpoint once; each replica but the first gets its parameters from the first one's devices.
     """
     config, (first, *others) = models[0].engine_config, models
-    limits = [plan_limit(config, 0, model.placement) for model in models]
+    limits = [plan_limit(model.question()) for model in models]
     pool = ThreadPoolExecutor(len(models), thread_name_prefix=COMPILING)
     try:
         warm_ups = [
@@ -254,9 +248,7 @@ def load_and_compile(
 
 def plan_host(
     checkpoint: Checkpoint,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    dtype: str,
+    question: MemoryQuestion,
     tokenizer: Tokenizer | None,
     *,
     custom: tuple[str, ...] = (),
@@ -271,11 +263,10 @@ def plan_host(
 
     `cache_config` describes the page pool; None takes the result of `plan_cache`.
     """
-    drafter = None if speculation is None else speculation.device_drafter
-    max_model_len = resolve_max_model_len(model_config, config)
-    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placements[0])
-    window = plan_window(model_config, config, drafter)
-    bounded = plan_bounded_kinds(model_config, config, max_model_len)
+    model_config, config, dtype = question.model, question.config, question.dtype
+    cache_config = cache_config or plan_cache(question)
+    window = plan_window(question)
+    bounded = zip(model_config.page_kinds[1:], cache_config.num_bounded_pages, strict=True)
     model = f"{checkpoint.path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; its files may change
         devices = identity_of(placements)
@@ -292,7 +283,7 @@ def plan_host(
         tokenizer=tokenizer,
         eos_token_ids=end_tokens,
         default_sampling_params=defaults if tokenizer is None else _with_special_stops(defaults, tokenizer),
-        max_model_len=max_model_len,
+        max_model_len=question.max_model_len,
         window=window,
         model=model,
         custom=custom,
@@ -314,12 +305,24 @@ def plan_host(
         max_loop_seconds=max_loop_seconds,
         tiers=tiers,
         window=window,
-        bounded=bounded,
+        bounded=tuple(
+            BoundedKind(kind.num_kept(config.page_size), num_pages, kind.is_state) for kind, num_pages in bounded
+        ),
         speculation=speculation,
         targets=plan_targets(config),
         clock=clock,
     )
     return admission, scheduler
+
+
+def plan_window(question: MemoryQuestion) -> AttentionWindow | None:
+    """Returns the window of pages that a request keeps; None if a request keeps the pages of all its tokens."""
+    config, window = question.config, question.model.page_kinds[0].window
+    if config.num_sink_tokens is not None:
+        return endless_window(question.max_model_len, config.num_sink_tokens, config.page_size)
+    if window is None or question.has_keys_of_drafter:
+        return None
+    return sliding_attention_window(window, config.page_size, max_batched_tokens(config))
 
 
 def _end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

@@ -249,8 +249,7 @@ class Engine:
                 "this engine has no slots for adapters (max_adapters=0); raise EngineConfig.max_adapters to the"
                 " number of adapters that may be loaded at once"
             )
-        options = {"max_rank": config.max_adapter_rank, "dtype": self._warm_ups[0].model.params.final_norm.dtype}
-        return read_adapter(path, self._checkpoint, self.model_config, **options)
+        return read_adapter(path, self._checkpoint, self.model_config, **self._warm_ups[0].model.adapter_options)
 
     def metrics(self) -> Metrics:
         """Returns the present numbers of requests and pages, and the engine's counters since the start."""

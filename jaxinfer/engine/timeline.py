@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxinfer.display.html import Span, lanes
-from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.step import Rows, Step
+from jaxinfer.plan.step_shapes import Bucket
 
 MAX_STEPS = 100_000
 PHASES = ("queue", "prefill", "decode", "preempted")

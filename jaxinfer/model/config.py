@@ -113,6 +113,10 @@ class PageKind:
     window: int | None = None  # the last tokens whose pages are kept; None: all
     is_state: bool = False  # the recurrent state after the last token
 
+    def num_kept(self, page_size: int) -> int:
+        """Returns the pages before that of the last token which a request keeps."""
+        return 0 if self.window is None else -(-(self.window - 1) // page_size)
+
 
 class LayerStack(NamedTuple):
     """The layers at one place of a group's pattern. They are equal, so their tensors are stacked."""

@@ -93,6 +93,8 @@ class MixerFunctions:
     map_keys: Callable[..., Any] | None = None
     # (pages, axis) -> the partition of each array over a mesh axis of heads; None: each device has all of them
     split_heads: Callable[..., Any] | None = None
+    # (mixer) -> the FLOPs of a query over each key, of all heads; None for a mixer without keys
+    flops_per_key: Callable[..., int] | None = None
 
 
 MIXERS: Mapping[type, MixerFunctions] = {
@@ -105,6 +107,7 @@ MIXERS: Mapping[type, MixerFunctions] = {
         move_slots=move_slots,
         map_keys=map_keys,
         split_heads=head_specs,
+        flops_per_key=lambda mixer: 4 * mixer.num_heads * mixer.head_dim,
     ),
     LatentAttention: MixerFunctions(
         name="latent attention",
@@ -114,6 +117,7 @@ MIXERS: Mapping[type, MixerFunctions] = {
         plan=plan_latents_of,
         move_slots=move_latents,
         map_keys=map_rotary_keys,
+        flops_per_key=lambda mixer: 2 * mixer.num_heads * (2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim),
     ),
     StateSpace: MixerFunctions(
         name="state spaces",

@@ -73,15 +73,17 @@ def num_bytes(tree: Any) -> int:
 
     Integers of 4 bits lie two to a byte.
     """
+    return sum(-(-_size(leaf) * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
 
-    def shape_on_device(leaf: Any) -> tuple[int, ...]:
-        sharding = getattr(leaf, "sharding", None)
-        return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
 
-    def size(leaf: Any) -> int:
-        return -(-math.prod(shape_on_device(leaf)) * jax.dtypes.itemsize_bits(leaf.dtype) // 8)
+def num_elements(tree: Any) -> int:
+    """Returns the number of elements of the arrays of a tree on each of their devices."""
+    return sum(map(_size, jax.tree.leaves(tree)))
 
-    return sum(map(size, jax.tree.leaves(tree)))
+
+def _size(leaf: Any) -> int:
+    sharding = getattr(leaf, "sharding", None)
+    return math.prod(leaf.shape if sharding is None else sharding.shard_shape(leaf.shape))
 
 
 def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.display.progress import Bar
-from jaxinfer.engine.execution.memory_plan import resolve_max_model_len
-from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens, max_rows
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.timeline import Timeline
+from jaxinfer.plan.cache import resolve_max_model_len
+from jaxinfer.plan.step_shapes import decode_sizes, max_batched_tokens, max_rows
 
 MAX_SLEEP = 3600.0  # systems bound the seconds of one sleep
 

@@ -18,10 +18,10 @@ from jaxinfer.checkpoint import open_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
-from jaxinfer.engine.device_limits import fit_limits
+from jaxinfer.engine.device_choice import memory_question
 from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device, Pipeline, advance
-from jaxinfer.engine.execution.step_shapes import choose_bucket, loop_steps, max_rows, plan_buckets
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.scheduling.metrics import Metrics
@@ -31,6 +31,8 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.parallel.placement import DEFAULT_DEVICE
+from jaxinfer.plan.limits import fit_limits
+from jaxinfer.plan.step_shapes import loop_steps, max_rows, plan_buckets
 from jaxinfer.simulation.step_times import StepTimes, require_known_steps
 from jaxinfer.validation import require, shown
 
@@ -205,12 +207,11 @@ def load_simulated_engine(
     checkpoint = open_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
     engine_config = replace(engine_config, decode_loop_steps=loop_steps(engine_config))
-    params, model_config = checkpoint.abstract(dtype, quantization=engine_config.quantization)
-    model_config = model_config.for_length(engine_config.max_model_len)
-    engine_config = fit_limits(engine_config, model_config, params, dtype, speculates=False)
+    question, _ = memory_question(checkpoint, engine_config, dtype)
+    model_config, engine_config = question.model, fit_limits(question)
     placements = [DEFAULT_DEVICE] * parallelism.num_replicas
     options: dict[str, Any] = {"tokenizer": None, "placements": placements, "clock": clock}
-    admission, scheduler = plan_host(checkpoint, model_config, engine_config, dtype, **options)
+    admission, scheduler = plan_host(checkpoint, replace(question, config=engine_config), **options)
     devices = [SimulatedDevice(engine_config, clock, step_times) for _ in placements]
     if link_bandwidth is not None:
         kinds = range(len(model_config.page_kinds))

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket, loop_steps, plan_buckets
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.plan.step_shapes import Bucket, loop_steps, plan_buckets
 from jaxinfer.validation import shown
 
 MIN_STEPS = 8

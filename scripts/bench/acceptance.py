@@ -19,9 +19,9 @@ from statistics import median
 
 from jaxinfer.checkpoint import read_config
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.step_shapes import max_mixed_tokens
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.engine.request.request import Request
+from jaxinfer.plan.step_shapes import max_mixed_tokens
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import BUNDLED_MODEL, confine, integers, print_figures
 from scripts.bench.drafting_engine import MAX_DRAFTS, DraftingEngine, Run

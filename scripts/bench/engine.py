@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_mixed_tokens
+from jaxinfer.plan.step_shapes import max_batched_tokens, max_mixed_tokens
 from scripts.bench.workload import (
     JOB_OUTPUT_RANGE,
     JOB_PROMPT_RANGE,

@@ -22,11 +22,13 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.batch_builder import BatchBuilder
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
-from jaxinfer.engine.execution.step_shapes import choose_bucket, max_rows, plan_buckets
 from jaxinfer.engine.frontend.outputs import DeltaBuffer, OutputRoutes
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
+from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.step_shapes import max_rows, plan_buckets
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import integers
 
@@ -69,7 +71,8 @@ def measure(batch: int, *, is_changing: bool) -> list[float]:
         max_model_len=MAX_MODEL_LEN,
         cache_bytes=2**40,
     )
-    admission, scheduler = plan_host(checkpoint, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
+    question = MemoryQuestion(model=model_config, config=config, dtype="float32")
+    admission, scheduler = plan_host(checkpoint, question, Tokenizer.from_path(BUNDLED_MODEL))
     buffer = DeltaBuffer()
     pipeline, routes = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputRoutes()
     draw, ids, seconds = random.Random(0), itertools.count(), []

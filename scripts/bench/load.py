@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.checkpoint import read_config
-from jaxinfer.engine.execution.step_shapes import max_rows
 from jaxinfer.engine.speculation.speculation import Speculation
+from jaxinfer.plan.step_shapes import max_rows
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import BUNDLED_MODEL, some_of
 from scripts.bench.drafting_engine import OUTPUT_LEN

@@ -22,13 +22,13 @@ from typing import Any
 from unittest import mock
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
-from jaxinfer.capacity.devices import CHIPS
 from jaxinfer.config import Parallelism
 from jaxinfer.engine.page_mover import DevicePageMover
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling import scheduler
 from jaxinfer.engine.scheduling.metrics import Targets
 from jaxinfer.engine.scheduling.replica import Replica, choose_replica
+from jaxinfer.plan.devices import CHIPS
 from jaxinfer.simulation import Report, StepTimes, TracedRequest, drive, load_simulated_engine, random_trace
 from scripts.bench.against_transformers import some_of
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from jaxinfer.capacity.compiler import TPU_ENVIRONMENT, tpu_mesh
+from jaxinfer.plan.compiler import TPU_ENVIRONMENT, tpu_mesh
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from scripts.kernels.compilers import (
     Case,

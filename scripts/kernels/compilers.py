@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinfer.capacity.compiler import ENVIRONMENT
+from jaxinfer.plan.compiler import ENVIRONMENT
 
 
 class Case(NamedTuple):
@@ -50,10 +50,10 @@ def step_case(
 
     Everything is in `dtype`, except weights that a `quantization` quantizes, or that a `checkpoint` of the model packs.
     """
-    from jaxinfer.capacity.compiler import step_call
     from jaxinfer.checkpoint import abstract_checkpoint
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import CacheConfig
+    from jaxinfer.plan.compiler import step_call
 
     cache = CacheConfig(num_pages=num_pages, num_bounded_pages=num_bounded_pages, page_size=page_size, dtype=dtype)
     config = published_config(model)

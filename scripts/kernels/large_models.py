@@ -67,11 +67,16 @@ def num_bounded_pages(model: str, layout: str) -> tuple[int, ...]:
     """Returns the pages of the bounded kinds of a model, as the engine plans them."""
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import EngineConfig
-    from jaxinfer.engine.execution.memory_plan import plan_bounded_kinds
+    from jaxinfer.plan.cache import MemoryQuestion, bounded_pages
 
     num_rows, num_tokens = SIZES[layout]
-    limits = EngineConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_tokens, page_size=PAGE_SIZE)
-    return tuple(kind.num_pages for kind in plan_bounded_kinds(published_config(model), limits, MAX_CONTEXT))
+    config = EngineConfig(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=num_tokens,
+        max_model_len=MAX_CONTEXT,
+        page_size=PAGE_SIZE,
+    )
+    return bounded_pages(MemoryQuestion(model=published_config(model), config=config, dtype="bfloat16"))
 
 
 def make_case(name: str, layout: str, mesh: Any) -> Case:

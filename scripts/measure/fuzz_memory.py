@@ -28,8 +28,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
-from jaxinfer.engine.execution.step_shapes import max_rows
 from jaxinfer.plan.memory import MemoryPlan
+from jaxinfer.plan.step_shapes import max_rows
 
 TOLERANCE = 0.05
 MOST_PAGES = 400 * 10**6

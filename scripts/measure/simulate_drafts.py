@@ -23,13 +23,13 @@ from typing import Any
 from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
-from jaxinfer.engine.execution.step_shapes import max_mixed_tokens, plan_buckets
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
 from jaxinfer.engine.speculation.policy import num_to_come
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
+from jaxinfer.plan.step_shapes import max_mixed_tokens, plan_buckets
 
 # Seconds of a step: of one that is launched ahead, of one that has waited for tokens, of one that verifies drafts.
 # These and the times below are those of the bundled model on two threads.

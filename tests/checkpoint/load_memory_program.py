@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.checkpoint import assembly, load_checkpoint, stored
+from jaxinfer.checkpoint import load_checkpoint, stored
+from jaxinfer.checkpoint.making import reading
 from jaxinfer.model.params import fit_params
 from jaxinfer.quantization import PACKED
 
@@ -42,7 +43,7 @@ def load_on(mesh: jax.sharding.Mesh, path: str, **options: Any) -> dict[str, Any
 
 
 def main(numbers_at_once: str, *arguments: str) -> None:
-    stored.NUMBERS_AT_ONCE = assembly.NUMBERS_AT_ONCE = int(numbers_at_once)
+    stored.NUMBERS_AT_ONCE = reading.NUMBERS_AT_ONCE = int(numbers_at_once)
     meshes = [jax.sharding.Mesh(np.array(jax.devices()).reshape(sizes), axes) for axes, sizes in MESHES.items()]
     cases = [
         (path, None if name == "None" else name) for path, name in zip(arguments[::2], arguments[1::2], strict=True)

@@ -18,9 +18,9 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxinfer.capacity.compiler import step_call
 from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import CacheConfig
+from jaxinfer.plan.compiler import step_call
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import PACKED
 from tests.checkpoint.packing import WRITERS

@@ -17,9 +17,9 @@ import torch
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.checkpoint import load_params, read_config
-from jaxinfer.checkpoint.assembly import plan_assembly
 from jaxinfer.checkpoint.config_json.family import EMBEDDING, embedding_name
 from jaxinfer.checkpoint.families.llama import WEIGHTS
+from jaxinfer.checkpoint.making.assemblies import plan_assembly
 from jaxinfer.model.config import Branch, LayerGroup, scan_sizes
 from jaxinfer.model.params import shardings
 from jaxinfer.quantization import QuantizedArray
@@ -147,7 +147,8 @@ def test_weights_are_rounded_as_they_are_read_to_the_bits_of_numpy(tmp_path, mon
     config = read_config(path)
     config = config.regrouped(scan_sizes(config.layers))
     floats = load_params(path, config, "bfloat16")
-    monkeypatch.setattr("jaxinfer.checkpoint.assembly.NUMBERS_AT_ONCE", 100)  # some rows of a head or of an expert
+    # Some rows of a head or of an expert.
+    monkeypatch.setattr("jaxinfer.checkpoint.making.reading.NUMBERS_AT_ONCE", 100)
     for quantization in ("int8", "int4"):
         loaded = load_params(path, config, "bfloat16", quantization=quantization)
         leaves = jax.tree.leaves(loaded, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))

@@ -20,6 +20,7 @@ from jax.tree_util import tree_leaves_with_path
 from safetensors.torch import load_file, save_file
 
 from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, load_params, read_config
+from jaxinfer.checkpoint.making.assemblies import plan_assembly
 from jaxinfer.checkpoint.stored import StoredQuantized, require_even
 from jaxinfer.model.params import shardings
 from jaxinfer.plan.memory import num_bytes
@@ -226,6 +227,21 @@ def test_layers_packed_in_another_way_begin_a_new_stack(tmp_path, monkeypatch):
     theirs = reference_logits(load_reference(packed.reference), sequences[0])
     np.testing.assert_allclose(ours[0], theirs, rtol=0, atol=1e-4)
     assert num_bytes(params) == num_bytes(expected)
+
+
+def test_a_start_plans_each_stacking_of_a_packed_checkpoint_once(packed, monkeypatch):
+    planned = []
+    monkeypatch.setattr(
+        "jaxinfer.checkpoint.checkpoint.plan_assembly", lambda *given: planned.append(given) or plan_assembly(*given)
+    )
+    checkpoint = Checkpoint(packed.path)
+
+    checkpoint.abstract("float32")
+    _, config = checkpoint.load("float32")
+    checkpoint.plan(config)
+
+    configs = [config for config, _ in planned]
+    assert len(configs) == len({*configs}) <= 2  # stacked layers are found by a plan of single ones
 
 
 def test_quantizing_a_packed_checkpoint_is_refused(packed):

@@ -8,12 +8,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from jaxinfer.engine.execution.memory_plan import plan_window
+from jaxinfer.engine.assembly import plan_window
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.engine.llm import LLM
 from jaxinfer.model.cache import abstract_cache
+from jaxinfer.plan.cache import MemoryQuestion
 from tests.engine.engines import forget_prefixes
 from tests.engine.probe import admission_of, runner_of, scheduler_of, set_admission
 from tests.engine.sights import Endless
@@ -29,7 +30,7 @@ def endless(llm: LLM) -> Iterator[LLM]:
     config, pool, copier = llm.engine_config, scheduler_of(llm).replicas[0].tables.pools[0], runner_of(llm)._copiers[0]
     kept = (admission_of(llm), pool.window, copier._turn)
     config = dataclasses.replace(config, **ENDLESS)
-    window = plan_window(llm.model_config, config, None)
+    window = plan_window(MemoryQuestion(model=llm.model_config, config=config, dtype="float32"))
     admission = dataclasses.replace(
         admission_of(llm), engine_config=config, max_model_len=config.max_model_len, window=window
     )

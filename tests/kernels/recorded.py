@@ -28,7 +28,7 @@ COMPILING = (
     "compilers",
     "figures",
     "large_models",
-    "models",
+    "named_calls",
     "tpu_schedule",
 )
 KERNEL_SOURCES = ("kernels_pallas", *(f"scripts/kernels/{name}.py" for name in COMPILING))
@@ -36,8 +36,8 @@ STEP_SOURCES = (
     *KERNEL_SOURCES,
     *(f"jaxinfer/{name}" for name in ("model", "sampling", "steps", "quantization")),
     *(f"jaxinfer/checkpoint/{name}" for name in ("config_json", "families")),
-    *("jaxinfer/config.py", "jaxinfer/sampling_params.py", "jaxinfer/engine/execution/memory_plan.py"),
-    "jaxinfer/capacity/compiler.py",
+    *("jaxinfer/config.py", "jaxinfer/sampling_params.py", "jaxinfer/plan/cache.py"),
+    *("jaxinfer/checkpoint/published.py", "jaxinfer/plan/compiler.py"),
 )
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 

@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxinfer.checkpoint.published import published_config
-from jaxinfer.config import CacheConfig
-from jaxinfer.engine.execution.memory_plan import guess_memory
-from jaxinfer.engine.execution.step_shapes import Bucket
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.model.params import abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement
+from jaxinfer.plan.cache import MemoryQuestion, guess_memory
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.step_shapes import Bucket
 from scripts.kernels.compile_matrix import can_compile
 from scripts.kernels.compilers import axes_of
 from scripts.kernels.large_models import NUM_PAGES, PAGE_SIZE, SIZES, num_bounded_pages
@@ -88,15 +88,10 @@ def test_the_plan_before_compilation_is_that_of_the_compiler_within_two_percent(
         dtype="bfloat16",
     )
 
-    plan = guess_memory(
-        config,
-        cache,
-        [Bucket(is_decode, num_rows if is_decode else num_tokens, num_rows)],
-        resident_bytes=num_bytes(params),
-        limit_bytes=None,
-        placement=placement,
-        layout="tpu",
-    )
+    devices: dict[str, Any] = {"param_bytes": num_bytes(params), "placement": placement, "platform": "tpu"}
+    question = MemoryQuestion(model=config, config=EngineConfig(), dtype="bfloat16", **devices)
+    buckets = [Bucket(is_decode, num_rows if is_decode else num_tokens, num_rows)]
+    plan = guess_memory(question, cache, buckets, limit_bytes=None)
 
     # Beside parameters and pages, a step has its batch and sampling; the compiler pads some arrays.
     assert plan.resident_bytes + plan.pool_bytes == pytest.approx(figures["argument_bytes"], rel=1e-3)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jaxinfer.checkpoint import Checkpoint, read_config
-from jaxinfer.checkpoint.assembly import Assembly
 from jaxinfer.checkpoint.checkpoint import read_tensors
+from jaxinfer.checkpoint.making.assemblies import Assembly
 from jaxinfer.model.calibration import embed_texts, input_moments, run_layer
 from tests.checkpoint.renamed import read_tensors as read_tensors_of
 from tests.oracles import load_reference, save_random_checkpoint

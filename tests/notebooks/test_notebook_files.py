@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 import nbformat
 import pytest
 
-from jaxinfer.capacity import parse_devices, plan_deployment
 from jaxinfer.config import EngineConfig
+from jaxinfer.plan import parse_devices, plan_deployment
 from tests.notebooks.notebooks import NOTEBOOKS, ROOT, code_cells, read
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

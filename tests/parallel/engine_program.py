@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, open_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
-from jaxinfer.engine import device_limits
+from jaxinfer.engine import device_choice
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
@@ -45,6 +45,7 @@ from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import init_params
 from jaxinfer.parallel import placement
 from jaxinfer.parallel.placement import Placement
+from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.sampling.sample import split_top_k
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
@@ -461,7 +462,8 @@ def tried_products(checkpoint: str) -> dict[str, int]:
             tried.clear()
             at = Placement.of(model_config, parallelism)
             params = at.params(model_config, abstract)
-            target = plan_target(params, model_config, config, "float32", {}, None, at)
+            question = MemoryQuestion(model=model_config, config=config, dtype="float32", placement=at)
+            target = plan_target(params, question, {})
             compiler = StepCompiler(target, config.max_drafts)
             for bucket in compiler.buckets:
                 compiler.trace(target.cache_config, bucket)
@@ -513,20 +515,20 @@ def fewest_devices(checkpoint: str) -> dict[str, Any]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    for module in (device_limits, placement):
+    for module in (device_choice, placement):
         logging.getLogger(module.__name__).addHandler(handler)
 
     @contextlib.contextmanager
     def devices_of(num_bytes: int) -> Iterator[None]:
         lines.clear()
         with pytest.MonkeyPatch.context() as patch:
-            for module in (device_limits, placement):
+            for module in (device_choice, placement):
                 patch.setattr(module, "free_bytes", lambda _=None: num_bytes)
             yield
 
     with devices_of(2_000_000):
         assert (
-            device_limits.fewest_devices(
+            device_choice.fewest_devices(
                 open_checkpoint(checkpoint), EngineConfig(**SIZES), "float32", speculates=False
             )
             is None
@@ -555,10 +557,10 @@ def fewest_devices(checkpoint: str) -> dict[str, Any]:
         results[name] = {"parallelism": repr(llm.engine_config.parallelism), "lines": list(lines), "tokens": tokens}
     opened, auto = open_checkpoint(checkpoint), EngineConfig(parallelism=Parallelism(tensor=3, replicas="auto"))
     with devices_of(40_000_000):
-        alone = device_limits.chosen_parallelism(opened, auto, "float32", None, speculates=False)
+        alone = device_choice.chosen_parallelism(opened, auto, "float32", None, speculates=False)
         results["left"] = {"parallelism": repr(alone), "lines": list(lines)}
     with pytest.raises(ValueError, match="replicas='auto' of 3 devices each cannot share 4; give a multiple"):
-        device_limits.chosen_parallelism(opened, auto, "float32", jax.devices(), speculates=False)
+        device_choice.chosen_parallelism(opened, auto, "float32", jax.devices(), speculates=False)
     return results
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.config import CacheConfig, EngineConfig
-from jaxinfer.engine.execution.memory_plan import (
+from jaxinfer.model.config import PageKind
+from jaxinfer.plan.cache import (
+    MemoryQuestion,
     addressable_pages,
+    bounded_pages,
     bytes_of_bounded,
     bytes_of_page,
-    plan_bounded_kinds,
     plan_cache,
 )
-from jaxinfer.model.config import PageKind
 
 TOKENS, S = 32_000, 128
 LIMITS = EngineConfig(max_num_seqs=1, max_model_len=TOKENS, max_num_batched_tokens=512, page_size=S, cache_bytes=2**40)
@@ -64,6 +67,7 @@ FALCON_H1_34B = {
     "mamba_d_head": 128,
     "mamba_n_groups": 2,
     "mamba_d_state": 256,
+    "max_position_embeddings": 262_144,
 }
 
 
@@ -73,20 +77,26 @@ def config_of(family: str, fields: dict):
     return family_of({"model_type": family}).config_from_hf(config_class.to_dict())
 
 
+def question_of(config, **limits):
+    return MemoryQuestion(model=config, config=replace(LIMITS, **limits), dtype="bfloat16")
+
+
 def test_a_request_of_gemma_3_at_32000_tokens_keeps_a_fifth_of_the_bytes():
     config = config_of("gemma3_text", GEMMA3_27B)
 
-    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
-    (windows,) = plan_bounded_kinds(config, LIMITS, TOKENS)
+    cache_config = plan_cache(question_of(config))
+    (num_windows,) = bounded_pages(question_of(config))
     per_layer = 16 * 128 * 2 * 2  # bytes of a token: keys and values of 16 heads of 128
-    kept = cache_config.num_pages * bytes_of_page(config, cache_config, None) + bytes_of_bounded(config, cache_config)
+    of_page, bounded = (size(question_of(config), cache_config) for size in (bytes_of_page, bytes_of_bounded))
+    kept = cache_config.num_pages * of_page + bounded
 
     assert config.page_kinds == (PageKind(), PageKind(window=1024))
     assert cache_config.num_pages == TOKENS // S
-    assert windows.num_kept == 1023 // S + 1  # a token attends to 1,023 before it
+    num_kept = config.page_kinds[1].num_kept(S)
+    assert num_kept == 1023 // S + 1  # a token attends to 1,023 before it
     # The page of the last token, one for the tokens ahead, one to spare, and those of a step's chunk.
-    assert windows.num_pages == windows.num_kept + 3 + 512 // S
-    assert kept == per_layer * S * (10 * 250 + 52 * windows.num_pages) + 4 * TOKENS
+    assert num_windows == num_kept + 3 + 512 // S
+    assert kept == per_layer * S * (10 * 250 + 52 * num_windows) + 4 * TOKENS
     assert 0.20 < kept / (per_layer * S * 62 * 250) < 0.22
 
 
@@ -97,7 +107,7 @@ def test_pools_of_bytes_stay_out_of_sizes_that_a_gpu_addresses_wrongly(dtype, by
     of_page = 10 * 16 * 128 * S  # numbers of the keys of ten layers with 16 heads of 128
 
     def pages(num_bytes):
-        return addressable_pages(config, cache_config, num_bytes // of_page)
+        return addressable_pages(question_of(config), cache_config, num_bytes // of_page)
 
     assert pages(2**31 - 1) == (2**31 - 1) // of_page
     assert pages(2**32 + of_page) == 2**32 // of_page + 1
@@ -108,20 +118,19 @@ def test_pools_of_bytes_stay_out_of_sizes_that_a_gpu_addresses_wrongly(dtype, by
 def test_layers_of_gemma_4_that_read_others_keep_nothing():
     config = config_of("gemma4_text", GEMMA4_E2B)
 
-    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
-    (windows,) = plan_bounded_kinds(config, LIMITS, TOKENS)
+    cache_config = plan_cache(question_of(config))
+    (num_windows,) = bounded_pages(question_of(config))
 
     assert config.page_kinds == (PageKind(), PageKind(window=512))
-    assert bytes_of_page(config, cache_config, None) == 3 * S * (512 * 2 * 2) + 4 * S
-    assert bytes_of_bounded(config, cache_config) == 12 * S * (256 * 2 * 2) * windows.num_pages
+    assert bytes_of_page(question_of(config), cache_config) == 3 * S * (512 * 2 * 2) + 4 * S
+    assert bytes_of_bounded(question_of(config), cache_config) == 12 * S * (256 * 2 * 2) * num_windows
 
 
 def test_states_of_qwen3_next_take_the_same_bytes_at_any_length():
     config = config_of("qwen3_next", QWEN3_NEXT_80B)
 
-    pools = {
-        tokens: bytes_of_bounded(config, plan_cache(config, LIMITS, "bfloat16", tokens)) for tokens in (8_000, TOKENS)
-    }
+    questions = {tokens: question_of(config, max_model_len=tokens) for tokens in (8_000, TOKENS)}
+    pools = {tokens: bytes_of_bounded(question, plan_cache(question)) for tokens, question in questions.items()}
     state = 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))  # float32: the matrices, and three inputs of a window
 
     assert config.page_kinds == (PageKind(), PageKind(is_state=True))
@@ -131,18 +140,18 @@ def test_states_of_qwen3_next_take_the_same_bytes_at_any_length():
 def test_every_layer_of_falcon_h1_has_pages_of_keys_and_of_states():
     config = config_of("falcon_h1", FALCON_H1_34B)
 
-    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
+    cache_config = plan_cache(question_of(config))
     state = 4 * (32 * 128 * 256 + 3 * (4096 + 2 * 2 * 256))
 
     assert config.page_kinds == (PageKind(), PageKind(is_state=True))
-    assert bytes_of_page(config, cache_config, None) == 72 * S * (4 * 128 * 2 * 2) + 4 * S
-    assert bytes_of_bounded(config, cache_config) == 72 * state * (3 + 512 // S)
+    assert bytes_of_page(question_of(config), cache_config) == 72 * S * (4 * 128 * 2 * 2) + 4 * S
+    assert bytes_of_bounded(question_of(config), cache_config) == 72 * state * (3 + 512 // S)
 
 
 def test_states_of_jamba_have_16_numbers_for_each_channel():
     config = config_of("jamba", {})  # Jamba-v0.1: 4 layers of 32 attend
 
-    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
+    cache_config = plan_cache(question_of(config))
 
-    assert bytes_of_page(config, cache_config, None) == 4 * S * (8 * 128 * 2 * 2) + 4 * S
-    assert bytes_of_bounded(config, cache_config) == 28 * 4 * 8192 * (16 + 3) * (3 + 512 // S)
+    assert bytes_of_page(question_of(config), cache_config) == 4 * S * (8 * 128 * 2 * 2) + 4 * S
+    assert bytes_of_bounded(question_of(config), cache_config) == 28 * 4 * 8192 * (16 + 3) * (3 + 512 // S)

@@ -14,14 +14,15 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.step_compiler import StepCompiler
-from jaxinfer.engine.execution.step_shapes import loop_steps
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params
 from jaxinfer.model.quantized_params import quantize_params
+from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.products import ProductShape, other_float_sums, product_shapes
+from jaxinfer.plan.step_shapes import loop_steps
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states
@@ -131,7 +132,7 @@ def step_traces(model, engine, vocab_size) -> dict[str, ClosedJaxpr]:
         params = jax.eval_shape(
             functools.partial(quantize_params, config=model_, bits=bits, group_size=group_size), params
         )
-    target = plan_target(params, model_, config, "float32", {}, None)
+    target = plan_target(params, MemoryQuestion(model=model_, config=config, dtype="float32"), {})
     compiler = StepCompiler(target, config.max_drafts if loop_steps(config) == 1 else 0)
     # A draw takes the logits of a step, and multiplies nothing.
     buckets = [bucket for bucket in compiler.buckets if not bucket.is_draw]

@@ -10,9 +10,9 @@ import pytest
 
 from jaxinfer.checkpoint import read_config
 from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
-from jaxinfer.engine.execution.step_shapes import plan_buckets
 from jaxinfer.engine.scheduling.metrics import Targets
 from jaxinfer.model.cache import page_bytes
+from jaxinfer.plan.step_shapes import plan_buckets
 from jaxinfer.simulation import driver
 from jaxinfer.simulation.driver import drive
 from jaxinfer.simulation.real_engine import RealEngine, rehearse

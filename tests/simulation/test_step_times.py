@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
+from jaxinfer.plan.step_shapes import Bucket
 from jaxinfer.simulation.step_times import FEATURES, MeasuredStep, StepTimes, fit_step_times, step_features
 from tests.engine.fake_device import make_request
 

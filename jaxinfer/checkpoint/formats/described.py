@@ -8,12 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
 from jaxinfer.checkpoint.checkpoint import Checkpoint
 from jaxinfer.checkpoint.config_json.family import Family, WeightTable, fields_of
 from jaxinfer.checkpoint.formats import STATED_PARTS, logical_tensors, mxfp4, settings_of, without_settings
+from jaxinfer.checkpoint.making.assemblies import Assembly, assemblies_of, plan_assembly
 from jaxinfer.checkpoint.safetensors_file import StatedTensor, stated
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.config import ModelConfig
@@ -44,7 +42,7 @@ class DescribedCheckpoint(Checkpoint):
         weights = self.family.weights_among([*_names_of(self.family, is_mxfp4=self._method == "mxfp4")])
         plan = plan_assembly(self.config, weights)
         headers, dtype = dict[str, StatedTensor](), FLOAT_TYPES[stated_dtype(self)]
-        for assembly in jax.tree.leaves(plan, is_leaf=lambda node: isinstance(node, Assembly)):
+        for assembly in assemblies_of(plan):
             shape, names = assembly.stored_shape, [name for name in assembly.names if name not in headers]
             write = self._stated_parts if _is_of_product(assembly, shape) else None
             for name in names:

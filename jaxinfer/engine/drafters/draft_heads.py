@@ -18,7 +18,6 @@ from jaxinfer.engine.drafters.hidden_states import StateWindows, Window
 from jaxinfer.engine.execution.batch_builder import sampling_of_requests
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size, max_rows, plan_buckets
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts, DraftTree
 from jaxinfer.engine.scheduling.step import Step
@@ -26,6 +25,7 @@ from jaxinfer.engine.scheduling.step_results import SampledToken
 from jaxinfer.model.batch import padded
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
+from jaxinfer.plan.step_shapes import decode_sizes, fitting_size, max_rows, plan_buckets
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths, chain_of, draft_from_states, parents_of_paths
 

@@ -20,7 +20,6 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.batch_builder import sampling_of_requests
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel, LendCache, abstract
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens
 from jaxinfer.engine.request.page_keys import num_equal
 from jaxinfer.engine.request.request import Request
 from jaxinfer.model.batch import Row, lay_out_batch, padded
@@ -28,6 +27,7 @@ from jaxinfer.model.cache import KVCache, abstract_cache, page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
+from jaxinfer.plan.step_shapes import decode_sizes, max_batched_tokens
 from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import draft_step
 

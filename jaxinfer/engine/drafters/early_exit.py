@@ -11,11 +11,11 @@ import jax
 from jaxinfer.engine.drafters.draft_model import DraftSteps, StepDrafter, most_drafts_first
 from jaxinfer.engine.execution.batch_builder import row_of
 from jaxinfer.engine.execution.engine_model import EngineModel, LendCache
-from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size
 from jaxinfer.engine.request.request import Request
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.step_shapes import decode_sizes, fitting_size
 
 
 class ExitDrafter(StepDrafter):

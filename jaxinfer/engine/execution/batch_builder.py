@@ -13,7 +13,6 @@ from jax.sharding import Sharding
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.engine_model import EngineModel
-from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import parents_of
 from jaxinfer.engine.scheduling.step import NO_ROWS, Chunk, Rows, Step
@@ -26,6 +25,7 @@ from jaxinfer.model.batch import (
     padded,
     pending_token,
 )
+from jaxinfer.plan.step_shapes import Bucket
 from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, on_devices, shared_no_processors, with_masks
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, make_prompt, no_prompt
 

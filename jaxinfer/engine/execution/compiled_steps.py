@@ -18,8 +18,8 @@ import jax
 
 from jaxinfer.device import compiles_on_device
 from jaxinfer.display.progress import Bar
-from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.plan.step_shapes import Bucket, find_bucket
 from jaxinfer.sampling_params import FORMS, Form
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,14 @@ def _end_interrupted() -> None:
 
 
 atexit.register(_end_interrupted)  # Python joins all threads first, so any that is left was interrupted
+
+
+def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
+    """Returns the smallest bucket of the step's kind that holds the step; see `find_bucket`."""
+    kind = {"is_decode": step.is_decode, "is_verify": step.is_verify, "is_mixed": step.is_verify and step.is_mixed}
+    return find_bucket(
+        buckets, step.num_tokens, len(step.chunks), **kind, loop_form=step.form if step.is_loop else None
+    )
 
 
 class Choice(NamedTuple):

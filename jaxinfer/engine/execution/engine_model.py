@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxinfer.config import CacheConfig, EngineConfig
@@ -19,6 +20,8 @@ from jaxinfer.model.cache import KVCache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
+from jaxinfer.plan.cache import MemoryQuestion, PlannedDrafter
+from jaxinfer.plan.memory import num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor
 
 
@@ -34,11 +37,26 @@ class EngineModel:
     custom: Mapping[str, LogitsProcessor]  # logits processors of the user, by name
     placement: Placement = DEFAULT_DEVICE
 
+    def question(self, drafter: DeviceDrafter | None = None) -> MemoryQuestion:
+        """Returns the question of the memory that this model takes, beside a drafter if there is one."""
+        weights: dict[str, Any] = {"dtype": self._dtype.name, "param_bytes": num_bytes(self.params)}
+        devices: dict[str, Any] = {"placement": self.placement, "drafter": drafter}
+        return MemoryQuestion(model=self.model_config, config=self.engine_config, **weights, **devices)
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(self.params.final_norm.dtype)
+
+    @property
+    def adapter_options(self) -> dict[str, Any]:
+        """The options of `read_adapter` for an adapter of this engine's slots."""
+        return {"max_rank": self.engine_config.max_adapter_rank, "dtype": self._dtype}
+
     @property
     def abstract_slots(self) -> Slots:
         """The slots for adapters as `jax.ShapeDtypeStruct`s, whole on every device; None if the engine has none."""
-        num_adapters, rank = self.engine_config.max_adapters, self.engine_config.max_adapter_rank
-        slots = abstract_slots(self.model_config, num_adapters, rank, self.params.final_norm.dtype)
+        config = self.engine_config
+        slots = abstract_slots(self.model_config, config.max_adapters, config.max_adapter_rank, self._dtype)
         return self.placement.replicated(slots)
 
 
@@ -69,7 +87,7 @@ class PreparesDrafts(Protocol):
 
 
 @runtime_checkable
-class DeviceDrafter(Protocol):
+class DeviceDrafter(PlannedDrafter, Protocol):
     """A `Drafter` with steps of its own on the device."""
 
     @property
@@ -81,15 +99,6 @@ class DeviceDrafter(Protocol):
     def kept_layers(self) -> tuple[int, ...]:
         """Returns the numbers of target layers after which `observe` receives states; () if after the final norm."""
         return ()
-
-    def page_bytes(self, cache_config: CacheConfig) -> int:
-        """Returns the bytes that the drafter stores per page of the target's cache."""
-        return 0
-
-    @property
-    def resident_bytes(self) -> int:
-        """Returns the bytes of its parameters."""
-        ...
 
     @property
     def num_executables(self) -> int: ...

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.engine.execution.step_shapes import fitting_size
 from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, head_copies, insert_pages, turn_pages
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import step_bytes
+from jaxinfer.plan.step_shapes import fitting_size
 
 LEAF_WEIGHT = 31  # odd, so that a checksum keeps all bits of earlier arrays'
 NO_PAGE = 2**30  # padding id past every pool: reads give zeros, writes are dropped

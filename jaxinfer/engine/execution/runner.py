@@ -16,7 +16,6 @@ from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
 from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.params_update import replaced
-from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.engine.execution.warm_up import WarmUp
 from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import PageTiers
@@ -26,6 +25,7 @@ from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.hosts import Hosts
+from jaxinfer.plan.step_shapes import Bucket
 from jaxinfer.sampling.batch import SamplingBatch
 
 T = TypeVar("T")

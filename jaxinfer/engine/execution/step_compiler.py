@@ -17,7 +17,6 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.batch_builder import BatchBuilder
 from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.engine.execution.step_shapes import Bucket, max_rows, plan_buckets, plan_draws
 from jaxinfer.engine.scheduling.step import Chunks, Step
 from jaxinfer.model.adapted_params import with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
@@ -25,6 +24,7 @@ from jaxinfer.model.cache import KVCache, abstract_cache
 from jaxinfer.model.decoder import logits_sharding
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
+from jaxinfer.plan.step_shapes import Bucket, max_rows, plan_buckets, plan_draws
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, replicated, verify_step

@@ -17,20 +17,13 @@ import numpy as np
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
-from jaxinfer.engine.execution.memory_plan import (
-    addressable_pages,
-    guess_memory,
-    plan_cache,
-    resolve_max_model_len,
-)
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
-from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets
 from jaxinfer.model.cache import abstract_cache
-from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
-from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
-from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
+from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, guess_memory, plan_cache
+from jaxinfer.plan.memory import MemoryPlan, fit_pages
+from jaxinfer.plan.step_shapes import Bucket, plan_buckets
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import shown
 from kernels_pallas.paged_attention.api import default_implementation
@@ -77,37 +70,28 @@ class Ready:
         return f"{self.num_executables} executables ready in {self.seconds:.1f} s"
 
 
-def plan_target(
-    params: Params,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    dtype: str,
-    custom: Mapping[str, LogitsProcessor],
-    speculation: PreparesDrafts | None,
-    placement: Placement = DEFAULT_DEVICE,
-) -> EngineModel:
+def plan_target(params: Params, question: MemoryQuestion, custom: Mapping[str, LogitsProcessor]) -> EngineModel:
     """Returns the model and its engine's limits, with the largest useful number of pages.
 
     Raises ValueError if a logits processor of `custom` cannot be a part of a step, or if it needs logits that the model
     does not have.
     """
-    if not model_config.has_logits:
+    model, config = question.model, question.config
+    if not model.has_logits:
         _refuse_logits(config, custom)
-    max_model_len = resolve_max_model_len(model_config, config)
-    _require_traceable(custom, model_config.vocab_size, max_model_len)
-    drafter = None if speculation is None else speculation.device_drafter
-    cache_config = plan_cache(model_config, config, dtype, max_model_len, drafter, placement)
-    if model_config.is_recurrent and speculation is not None:
+    _require_traceable(custom, model.vocab_size, question.max_model_len)
+    cache_config = plan_cache(question)
+    if model.is_recurrent and question.speculates:
         num_ends = max(bucket.num_sampled for bucket in plan_buckets(config, config.max_drafts) if bucket.is_verify)
         cache_config = replace(cache_config, num_draft_states=num_ends)
     return EngineModel(
         params=params,
-        model_config=model_config,
+        model_config=model,
         engine_config=config,
         cache_config=cache_config,
-        table_width=-(-max_model_len // config.page_size),
+        table_width=-(-question.max_model_len // config.page_size),
         custom=custom,
-        placement=placement,
+        placement=question.placement,
     )
 
 
@@ -143,12 +127,6 @@ def _require_traceable(custom: Mapping[str, LogitsProcessor], vocab_size: int, n
             )
 
 
-def resident_bytes(params: Params, speculation: PreparesDrafts | None) -> int:
-    """Returns the bytes of all parameters on each device, those of a drafter included."""
-    drafter = None if speculation is None else speculation.device_drafter
-    return num_bytes(params) + (0 if drafter is None else drafter.resident_bytes)
-
-
 class WarmUp:
     """Compiles the shape that holds any step, and fits the number of pages. Others are compiled when steps want them.
 
@@ -173,16 +151,8 @@ class WarmUp:
         kept_layers = () if drafter is None else drafter.kept_layers
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
-        slot_bytes = num_bytes(target.abstract_slots)
-        guess = guess_memory(
-            target.model_config,
-            target.cache_config,
-            compiler.buckets,
-            resident_bytes=resident_bytes(target.params, speculation) + slot_bytes,
-            limit_bytes=limit_bytes,
-            drafter=drafter,
-            placement=target.placement,
-        )
+        question = target.question(drafter)
+        guess = guess_memory(question, target.cache_config, compiler.buckets, limit_bytes)
         self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
         (known, self.copiers), self._memory = fit_pages(
@@ -216,7 +186,7 @@ class WarmUp:
         target = self.model
         if default_implementation() != "gpu" or target.engine_config.attention is not None:
             return num_pages
-        return addressable_pages(target.model_config, target.cache_config, num_pages, target.placement)
+        return addressable_pages(target.question(), target.cache_config, num_pages)
 
     def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], list[PageCopier]], int]:
         cache_config = self._cache_config(num_pages)

@@ -15,13 +15,13 @@ from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter, make_drafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
-from jaxinfer.engine.execution.step_shapes import loop_steps, max_mixed_tokens, plan_buckets
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
 from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.components.mlp import MLPParams
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import LayerParams, Params
+from jaxinfer.plan.step_shapes import loop_steps, max_mixed_tokens, plan_buckets
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths
 from jaxinfer.text.tokenizer import Tokenizer

@@ -14,10 +14,11 @@ from statistics import median
 import numpy as np
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device
-from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket, find_bucket
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
+from jaxinfer.plan.step_shapes import Bucket, find_bucket
 
 # A step that takes r times the expected seconds multiplies the expectation for its shape by r ** SHAPE_GAIN, and that
 # for all shapes by r ** SPEED_GAIN: other work on the machine, or its clock, slows all steps at once.

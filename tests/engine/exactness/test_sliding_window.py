@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.execution.memory_plan import plan_window
+from jaxinfer.engine.assembly import plan_window
 from jaxinfer.engine.frontend.branches import fork, rewind
 from jaxinfer.engine.kv_cache.attention_window import sliding_attention_window
 from jaxinfer.model.config import uniform_decoder
+from jaxinfer.plan.cache import MemoryQuestion
 from tests.engine.engines import (
     ScriptedDrafter,
     completions_of,
@@ -315,10 +317,11 @@ def test_the_most_pages_are_those_of_the_window_of_a_step_and_one_more(window):
 
 def test_where_a_draft_model_reads_the_same_pages_none_is_given_back():
     config = uniform_decoder(**SMALL_SIZES, sliding_window=WINDOW)
+    question = MemoryQuestion(model=config, config=EngineConfig(), dtype="float32")
 
     def planned(bytes_per_page: int):
         drafter: Any = SimpleNamespace(page_bytes=lambda _: bytes_per_page)
-        return plan_window(config, EngineConfig(), drafter)
+        return plan_window(replace(question, drafter=drafter))
 
     assert planned(100) is None
-    assert planned(0) == plan_window(config, EngineConfig(), None) is not None
+    assert planned(0) == plan_window(question) is not None

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.execution.batch_builder import BatchBuilder, sampling_of_requests
-from jaxinfer.engine.execution.step_shapes import (
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
+from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
+from jaxinfer.model.batch import PADDING_SLOT
+from jaxinfer.plan.step_shapes import (
     Bucket,
-    choose_bucket,
     find_bucket,
     fitting_size,
     max_batched_tokens,
     max_mixed_tokens,
     plan_buckets,
 )
-from jaxinfer.engine.request.request import Request
-from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
-from jaxinfer.model.batch import PADDING_SLOT
 
 PAGE_SIZE = 16
 TABLE_WIDTH = 8

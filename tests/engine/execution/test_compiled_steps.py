@@ -16,7 +16,7 @@ import pytest
 from jaxinfer import LLM
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
-from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
+from jaxinfer.plan.step_shapes import plan_buckets, plan_draws
 from tests.engine.engines import SMALL, content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.execution.test_batch_builder import make_step
 from tests.engine.probe import runner_of
@@ -205,7 +205,7 @@ PROGRAM = """
 import os, threading, time
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
-from jaxinfer.engine.execution.step_shapes import plan_buckets
+from jaxinfer.plan.step_shapes import plan_buckets
 buckets = plan_buckets(EngineConfig())
 """
 
@@ -258,7 +258,7 @@ def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
     program = (
         # Not ignored, as it is in the background of a shell.
         "import signal, threading, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
+        "from jaxinfer.config import EngineConfig; from jaxinfer.plan.step_shapes import plan_buckets; "
         "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
         "begun = threading.Event(); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or begun.set() or time.sleep(20)); "
@@ -281,7 +281,7 @@ import jax, jax.numpy as jnp
 from jaxinfer.cli import main
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
-from jaxinfer.engine.execution.step_shapes import plan_buckets
+from jaxinfer.plan.step_shapes import plan_buckets
 
 has_begun = threading.Event()
 

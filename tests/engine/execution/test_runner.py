@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from jaxinfer.engine.kv_cache.page_transfers import CopyPage, PageTransfers
+from jaxinfer.plan.step_shapes import plan_buckets, plan_draws
 from tests.engine.engines import GREEDY, forget_prefixes, poison_cache, random_prompts, run_with_arrivals
 from tests.engine.probe import runner_of
 

@@ -8,10 +8,11 @@ import pytest
 
 from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import CacheConfig, SamplingParams
-from jaxinfer.engine.execution import memory_plan, warm_up
+from jaxinfer.engine.execution import warm_up
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.model.cache import page_arrays
 from jaxinfer.parallel import placement
+from jaxinfer.plan import cache, limits
 from jaxinfer.plan.memory import num_bytes
 from tests.compiler import layers_apart
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, random_prompts, ready_engine, small_engine
@@ -50,7 +51,7 @@ def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(check
 
     memory = ready_engine(checkpoint, max_model_len=256).warm_up().memory
 
-    limit = LIMIT - int(memory_plan.SPARE * LIMIT)
+    limit = LIMIT - int(limits.SPARE * LIMIT)
     assert memory.limit_bytes == limit
     assert memory.total_bytes <= limit
 
@@ -60,7 +61,7 @@ def test_a_gpu_gets_no_pool_that_its_kernels_address_wrongly(checkpoint, monkeyp
     arrays = page_arrays(config, CacheConfig(num_pages=1, page_size=16, dtype="int8"))
     size = max(array.size for array in arrays if array.dtype.itemsize == 1)
     monkeypatch.setattr(warm_up, "default_implementation", lambda: "gpu")
-    monkeypatch.setattr(memory_plan, "MISADDRESSED", range(20 * size + 1, 80 * size + 1))
+    monkeypatch.setattr(cache, "MISADDRESSED", range(20 * size + 1, 80 * size + 1))
 
     with small_engine(checkpoint, max_model_len=256, cache_dtype="int8") as llm:
         assert llm.metrics().num_pages == 20

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
-from jaxinfer.engine.execution.memory_plan import plan_cache, resolve_max_model_len
 from jaxinfer.engine.llm import LLM
 from jaxinfer.model.cache import page_bytes
+from jaxinfer.plan.cache import MemoryQuestion, plan_cache, resolve_max_model_len
 from tests.engine.engines import GREEDY, SMALL, num_owned_pages
 
 BAD_PROMPTS = {
@@ -292,9 +292,13 @@ def test_a_length_beyond_the_models_is_refused(llm):
         resolve_max_model_len(llm.model_config, EngineConfig(max_model_len=257))
 
 
+def question_of(llm, config):
+    return MemoryQuestion(model=llm.model_config, config=config, dtype="float32")
+
+
 def test_a_cache_smaller_than_one_page_is_refused(llm):
     with pytest.raises(ValueError, match=r"cache_bytes=100 is less than one page of \d+ bytes; raise"):
-        plan_cache(llm.model_config, EngineConfig(cache_bytes=100), "float32", 256)
+        plan_cache(question_of(llm, EngineConfig(cache_bytes=100)))
 
 
 def test_the_pool_fills_the_bytes_allowed(llm):
@@ -302,13 +306,13 @@ def test_the_pool_fills_the_bytes_allowed(llm):
 
     config = EngineConfig(cache_bytes=3 * one_page + 1, page_size=16)
 
-    assert plan_cache(llm.model_config, config, "float32", 256).num_pages == 3
+    assert plan_cache(question_of(llm, config)).num_pages == 3
 
 
 def test_the_pool_is_no_larger_than_all_rows_can_use(llm):
-    config = EngineConfig(max_num_seqs=3, page_size=16)
+    config = EngineConfig(max_num_seqs=3, page_size=16, max_model_len=33)
 
-    assert plan_cache(llm.model_config, config, "float32", 33).num_pages == 3 * 3
+    assert plan_cache(question_of(llm, config)).num_pages == 3 * 3
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_model_len", 257), ("cache_bytes", 100)])

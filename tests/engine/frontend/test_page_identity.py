@@ -13,6 +13,7 @@ from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.frontend import page_identity
 from jaxinfer.parallel.placement import Placement
+from jaxinfer.plan.cache import MemoryQuestion
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices are named by their kind")
 
@@ -78,7 +79,8 @@ def test_a_text_does_not_depend_on_the_number_of_replicas():
 
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
     checkpoint = Checkpoint(path)
-    admission, _ = plan_host(checkpoint, checkpoint.config, EngineConfig(**config), dtype, tokenizer=None)
+    question = MemoryQuestion(model=checkpoint.config, config=EngineConfig(**config), dtype=dtype)
+    admission, _ = plan_host(checkpoint, question, tokenizer=None)
     return page_identity.text_identity(checkpoint, admission)
 
 

@@ -114,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.completions = {}
 
     def plan_kind(self, window: int) -> BoundedKind:
-        """As many pages as the rows can use, by the rule of `plan_bounded_kinds`."""
+        """As many pages as the rows can use, by the rule of `bounded_pages`."""
         num_kept = -(-max(window - 1, 0) // self.page_size)
         per_row = num_kept + 2 + -(-MOST_AHEAD // self.page_size)
         num_pages = self.max_num_seqs * per_row + -(-self.budget // self.page_size)

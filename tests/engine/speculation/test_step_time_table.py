@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxinfer import EngineConfig
-from jaxinfer.engine.execution.step_shapes import choose_bucket, max_mixed_tokens, plan_buckets
+from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
 from jaxinfer.engine.speculation.step_times import StepTimeTable
+from jaxinfer.plan.step_shapes import max_mixed_tokens, plan_buckets
 from tests.engine.fake_device import make_request
 
 BUCKETS = plan_buckets(EngineConfig(max_num_seqs=4), 3)

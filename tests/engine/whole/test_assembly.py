@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.assembly import plan_tiers
-from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window
+from jaxinfer.engine.assembly import plan_tiers, plan_window
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.model.config import uniform_decoder
+from jaxinfer.plan.cache import MemoryQuestion, plan_cache
 from tests.replay import SMALL_MODEL, SMALL_SIZES  # of 64 positions
 
 CONFIGS = {
@@ -55,10 +55,14 @@ REFUSED = {
 }
 
 
+def question_of(model=SMALL_MODEL, *, drafter=None, **limits):
+    return MemoryQuestion(model=model, config=EngineConfig(**{**SINKS, **limits}), dtype="float32", drafter=drafter)
+
+
 @pytest.mark.parametrize(("limits", "model", "message"), REFUSED.values(), ids=REFUSED)
 def test_endless_requests_are_refused_where_they_cannot_be(limits, model, message):
     with pytest.raises(ValueError, match=message):
-        plan_cache(uniform_decoder(**SMALL_SIZES, **model), EngineConfig(**{**SINKS, **limits}), "float32", 64)
+        plan_cache(question_of(uniform_decoder(**SMALL_SIZES, **model), **limits))
 
 
 def test_endless_requests_are_refused_beside_a_draft_model():
@@ -66,11 +70,11 @@ def test_endless_requests_are_refused_beside_a_draft_model():
     with pytest.raises(
         ValueError, match="leaves no place for a draft model.*or speculate by n-grams, suffixes or what"
     ):
-        plan_window(SMALL_MODEL, EngineConfig(**SINKS), drafter)
+        plan_cache(question_of(drafter=drafter))
 
 
 def test_each_row_of_endless_requests_has_pages_for_its_sinks_as_they_are_and_turned():
-    config = EngineConfig(**{**SINKS, "num_sink_tokens": 32})
+    question = question_of(num_sink_tokens=32)
 
-    assert plan_window(SMALL_MODEL, config, None) == AttentionWindow(num_kept=1, most=6, num_sinks=2)
-    assert plan_cache(SMALL_MODEL, config, "float32", 64).num_pages == 3 * 6
+    assert plan_window(question) == AttentionWindow(num_kept=1, most=6, num_sinks=2)
+    assert plan_cache(question).num_pages == 3 * 6

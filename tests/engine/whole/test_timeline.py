@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.step_shapes import plan_buckets
 from jaxinfer.engine.timeline import Load, RequestSpan, StepSpan, recorded_timeline
+from jaxinfer.plan.step_shapes import plan_buckets
 from tests.engine.engines import GREEDY, random_prompts
 from tests.engine.fake_device import Engine
 

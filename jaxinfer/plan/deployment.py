@@ -10,37 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxinfer.capacity.compiler import SLICES, CompiledStep, Request, compile_steps, require_compiler
-from jaxinfer.capacity.devices import Chip, Devices
-from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, prompt_seconds, step_figures
 from jaxinfer.checkpoint import Checkpoint, open_checkpoint
-from jaxinfer.checkpoint.assembly import Assembly
 from jaxinfer.checkpoint.formats.described import DescribedCheckpoint, stated_dtype
 from jaxinfer.checkpoint.huggingface import read_json, without_download
+from jaxinfer.checkpoint.making.assemblies import Assembly, assemblies_of, is_assembly
 from jaxinfer.checkpoint.published import published_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.config import PLANNED_FIELDS, CacheConfig, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
-from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
-from jaxinfer.engine.execution.memory_plan import (
-    SPARE,
-    addressable_pages,
-    guess_memory,
-    one_page,
-    plan_cache,
-    resolve_max_model_len,
-)
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_rows, plan_buckets
-from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
-from jaxinfer.model.config import ModelConfig, scan_sizes
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement, refuse_undivided
-from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, resolve_max_model_len
+from jaxinfer.plan.compiler import SLICES, CompiledStep, CompileTask, compile_steps, require_compiler
+from jaxinfer.plan.devices import Chip, Devices
+from jaxinfer.plan.limits import SPARE, TOKENS_PER_ROW, plan_memory
+from jaxinfer.plan.memory import MemoryPlan, num_bytes, num_elements
+from jaxinfer.plan.roofline import Split, StepFigures, experts_of, prompt_seconds, step_figures
+from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows
 from jaxinfer.validation import shown
 
 
@@ -71,6 +62,16 @@ class Layout:
     @property
     def num_devices(self) -> int:
         return self.tensor * self.experts
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes of its mesh."""
+        return {EXPERTS_AXIS: self.experts, MLP_AXIS: self.tensor}
+
+    @property
+    def placement(self) -> Placement:
+        # An abstract mesh has all that shardings ask for.
+        return Placement(AbstractMesh((*self.axes.values(),), (*self.axes,)))  # type: ignore[arg-type]
 
     @property
     def rate(self) -> float:
@@ -119,15 +120,13 @@ class DeploymentPlan:
 class _Question:
     """A model with the limits, the device and the lengths for which each of its layouts is planned.
 
-    * `model`: its layers in stacks that a scan can have.
+    * `memory`: the model, its layers in stacks that a scan can have, on one device.
     * `weights`: the abstract parameters of the model on some mesh, in floating point and as they lie on the device.
     """
 
-    model: ModelConfig
+    memory: MemoryQuestion
     weights: Callable[[ModelConfig], tuple[Params, Params]]
-    config: EngineConfig
     chip: Chip
-    dtype: str
     context: int
     prompt: int
 
@@ -161,7 +160,7 @@ def plan_deployment(
     described = checkpoint.config.for_length(config.max_model_len)
     longest = resolve_max_model_len(described, config)
     context, prompt = (_checked_length(name, n, longest) for name, n in (("context", context), ("prompt", prompt)))
-    described = described.regrouped(scan_sizes(described.layers, checkpoint.layers_packed_anew(described)))
+    described = checkpoint.grouped(described, scans=True)
 
     @cache  # most meshes have one and the same
     def weights(model: ModelConfig) -> tuple[Params, Params]:
@@ -170,7 +169,8 @@ def plan_deployment(
 
     numbers, _ = weights(described)  # refuses a quantization of packed weights
     lengths = {"context": context, "prompt": prompt}
-    question = _Question(model=described, weights=weights, config=config, chip=chip, dtype=dtype, **lengths)
+    memory = MemoryQuestion(model=described, config=config, dtype=dtype, platform=chip.platform)
+    question = _Question(memory=memory, weights=weights, chip=chip, **lengths)
     count, layouts = _fewest(question, chip.counts if devices.count is None else (devices.count,))
     return DeploymentPlan(
         model=str(model),
@@ -201,17 +201,19 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
         known = ", ".join(SLICES)
         raise ValueError(f"steps for a {chip.name} cannot be compiled without one; the TPUs that can are {known}")
     require_compiler(chip.name, chip.platform, layout.num_devices)
-    sizes = {EXPERTS_AXIS: layout.experts, MLP_AXIS: layout.tensor}
     checkpoint = _described(plan.model)
-    model = _grouped(checkpoint, checkpoint.config.for_length(config.max_model_len), chip)
-    placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
-    split, of_params = over_mesh(model, placement.mesh), layout.memory.resident_bytes
-    limits, cache, _ = _plan_memory(split, config, plan.dtype, placement, of_params, chip)
+    model = checkpoint.config.for_length(config.max_model_len)
+    model = checkpoint.grouped(model, scans=chip.platform != "gpu")
+    split = over_mesh(model, layout.placement.mesh)
+    weights: dict[str, Any] = {"dtype": plan.dtype, "param_bytes": layout.memory.resident_bytes}
+    devices: dict[str, Any] = {"placement": layout.placement, "platform": chip.platform}
+    question, cache, _ = _plan_memory(MemoryQuestion(model=split, config=config, **weights, **devices), chip)
+    limits, longest = question.config, question.max_model_len
     options: dict[str, Any] = {"quantization": config.quantization, "is_packed": chip.platform != "tpu"}
-    tokens = min(max_batched_tokens(limits), resolve_max_model_len(model, config))
+    tokens = min(max_batched_tokens(limits), longest)
     shared: dict[str, Any] = {
         "cache": replace(cache, num_pages=layout.memory.num_pages),
-        "max_context": resolve_max_model_len(model, config),
+        "max_context": longest,
         "dtype": plan.dtype,
         "params": checkpoint.abstract_params(split, plan.dtype, **options),
         "num_rows": max_rows(limits),
@@ -220,7 +222,8 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
         "decode": {"step": "decode_step", "num_tokens": max_rows(limits), **shared},
         "prefill": {"step": "prefill_step", "num_tokens": tokens, **shared},
     }
-    return compile_steps(Request(chip=chip.name, platform=chip.platform, axes=sizes, config=model, steps=steps))
+    task = CompileTask(chip=chip.name, platform=chip.platform, axes=layout.axes, config=model, steps=steps)
+    return compile_steps(task)
 
 
 def _described(model: str | Path) -> Checkpoint:
@@ -249,9 +252,9 @@ def _checkpoint_bytes(checkpoint: Checkpoint, model: ModelConfig) -> int:
     def packed_bytes(assembly: Assembly, param: Any) -> int:
         return 0 if _floats(assembly, stored) else num_bytes(param)
 
-    packed = jax.tree.map(packed_bytes, plan, params, is_leaf=_is_assembly)
+    packed = jax.tree.map(packed_bytes, plan, params, is_leaf=is_assembly)
     # Several tensors of a model may be parts of one in the file.
-    floats = {name: one for each in jax.tree.leaves(plan, is_leaf=_is_assembly) for name, one in _floats(each, stored)}
+    floats = {name: one for each in assemblies_of(plan) for name, one in _floats(each, stored)}
     sizes = (math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize for tensor in floats.values())
     return sum(jax.tree.leaves(packed)) + sum(sizes)
 
@@ -261,10 +264,6 @@ def _floats(assembly: Assembly, stored: Mapping[str, Stored]) -> list[tuple[str,
     tensors = [(name, stored[name]) for name in assembly.names]
     floats = [(name, tensor) for name, tensor in tensors if isinstance(tensor, StoredTensor)]
     return floats if len(floats) == len(tensors) else []
-
-
-def _is_assembly(node: Any) -> bool:
-    return isinstance(node, Assembly)
 
 
 def _checked_length(name: str, number: int | None, longest: int) -> int:
@@ -290,48 +289,35 @@ def _fewest(question: _Question, counts: tuple[int, ...]) -> tuple[int, list[Lay
     """Returns the first number of devices on which a layout fits, else the last, and its layouts."""
     count, layouts = 0, list[Layout]()
     for count in counts:
-        layouts = [_layout(question, *split) for split in _splits(question.model, count)]
+        layouts = [_layout(question, *split) for split in _splits(question.memory.model, count)]
         if any(layout.refusal is None for layout in layouts):
             break
     return count, layouts
 
 
 def _layout(question: _Question, tensor: int, experts: int) -> Layout:
-    layout, sizes = Layout(tensor=tensor, experts=experts), {EXPERTS_AXIS: experts, MLP_AXIS: tensor}
-    config, chip, dtype, context = question.config, question.chip, question.dtype, question.context
-    # An abstract mesh has all that shardings ask for.
-    placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
+    layout = Layout(tensor=tensor, experts=experts)
+    memory, placement, chip, context = question.memory, layout.placement, question.chip, question.context
     try:
-        refuse_undivided(question.model, sizes)
-        model = over_mesh(question.model, placement.mesh)
+        refuse_undivided(memory.model, layout.axes)
+        model = over_mesh(memory.model, placement.mesh)
         numbers, params = (placement.params(model, tree) for tree in question.weights(model))
     except ValueError as error:
         return replace(layout, refusal=str(error))
-    config, _, memory = _plan_memory(model, config, dtype, placement, num_bytes(params), chip)
-    layout = replace(layout, memory=memory, num_tokens=memory.num_pages * config.page_size)
-    if memory.num_pages < 1:
-        short = memory.total_bytes + memory.page_bytes - (memory.limit_bytes or 0)
+    memory = replace(memory, model=model, placement=placement, param_bytes=num_bytes(params))
+    memory, _, plan = _plan_memory(memory, chip)
+    config = memory.config
+    layout = replace(layout, memory=plan, num_tokens=plan.num_pages * config.page_size)
+    if plan.num_pages < 1:
+        short = plan.total_bytes + plan.page_bytes - (plan.limit_bytes or 0)
         return replace(layout, refusal=f"{short / 1e9:,.1f} GB more than a device has", num_tokens=0)
     window = model.page_kinds[0].window
     if layout.num_tokens < (context if window is None else min(context, window)):
         return replace(layout, refusal=f"pages for {layout.num_tokens:,} tokens, fewer than the {context:,} of a row")
-    page = one_page(config, dtype)
-    split = Split(
-        config=model,
-        params=params,
-        numbers=numbers,
-        page_bytes=tuple(
-            page_bytes(model, page, chip.platform, kind=kind, mesh=placement.mesh)
-            for kind in range(len(model.page_kinds))
-        ),
-        page_size=config.page_size,
-        itemsize=jnp.dtype(dtype).itemsize,
-        tensor=tensor,
-        experts=experts,
-    )
+    split = Split(memory=memory, params=params, numbers=numbers, tensor=tensor, experts=experts)
     figures = partial(step_figures, split, chip)
     rows = max(min(max_rows(config), layout.num_tokens // context), 1)
-    most = min(max_batched_tokens(config), resolve_max_model_len(model, config))
+    most = min(max_batched_tokens(config), memory.max_model_len)
     return replace(
         layout,
         num_rows=rows,
@@ -342,30 +328,15 @@ def _layout(question: _Question, tensor: int, experts: int) -> Layout:
     )
 
 
-def _grouped(checkpoint: Checkpoint, config: ModelConfig, chip: Chip) -> ModelConfig:
-    """Returns the model with its layers in stacks, as `load_checkpoint` has them on such a device."""
-    if chip.platform == "gpu":
-        return config.regrouped((1,) * config.num_layers)
-    return config.regrouped(scan_sizes(config.layers, checkpoint.layers_packed_anew(config)))
-
-
-def _plan_memory(
-    model: ModelConfig, config: EngineConfig, dtype: str, placement: Placement, param_bytes: int, chip: Chip
-) -> tuple[EngineConfig, CacheConfig, MemoryPlan]:
-    """Returns an engine's configuration with its limits, its largest useful cache, and the plan of such a device."""
+def _plan_memory(question: MemoryQuestion, chip: Chip) -> tuple[MemoryQuestion, CacheConfig, MemoryPlan]:
+    """Returns what `plan_memory` does for such a device, with the pages that fit."""
+    config = question.config
     limit = chip.usable_bytes - int(SPARE * chip.usable_bytes) if config.memory_bytes is None else config.memory_bytes
-    rows = config.max_num_seqs
-    if rows is None:
-        rows = fitting_rows(config, model, dtype, placement, PAGES_PART * (limit - param_bytes), chip.platform)
-    tokens = config.max_num_batched_tokens or max(ACCELERATOR_BATCHED_TOKENS, rows)
-    config = replace(
-        config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_mixed_tokens=tokens, decode_loop_steps=1
-    )
-    max_model_len = resolve_max_model_len(model, config)
-    useful = plan_cache(model, replace(config, memory_bytes=limit), dtype, max_model_len, placement=placement)
-    on_device: dict[str, Any] = {"placement": placement, "layout": chip.platform}
-    plan = guess_memory(model, useful, plan_buckets(config), resident_bytes=param_bytes, limit_bytes=limit, **on_device)
+    tokens = config.max_num_batched_tokens or max(ACCELERATOR_BATCHED_TOKENS, config.max_num_seqs or 0)
+    limits = {"max_num_batched_tokens": tokens, "max_mixed_tokens": tokens, "decode_loop_steps": 1}
+    question = replace(question, config=replace(config, memory_bytes=limit, **limits))
+    question, useful, plan = plan_memory(question, limit)
     num_pages = max(min(plan.num_fitting, useful.num_pages), 0)
     if chip.platform == "gpu":
-        num_pages = addressable_pages(model, useful, num_pages, **on_device)
-    return config, useful, replace(plan, num_pages=num_pages)
+        num_pages = addressable_pages(question, useful, num_pages)
+    return question, useful, replace(plan, num_pages=num_pages)

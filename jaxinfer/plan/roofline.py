@@ -9,16 +9,17 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxinfer.capacity.devices import Chip
-from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
-from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.layer_parts import functions_of
 from jaxinfer.model.params import Params
-from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.devices import Chip
+from jaxinfer.plan.memory import num_bytes, num_elements
 from jaxinfer.quantization import QuantizedArray
 
 
@@ -50,17 +51,23 @@ class Split:
     """A model split over a mesh.
 
     `params`: abstract parameters with shardings, as they are stored; `numbers` has the same in floating point, before
-    quantization. `page_bytes`: of a page of each kind on a device.
+    quantization.
     """
 
-    config: ModelConfig
+    memory: MemoryQuestion
     params: Params
     numbers: Params
-    page_bytes: tuple[int, ...]
-    page_size: int
-    itemsize: int  # of activations
     tensor: int
     experts: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.memory.model
+
+    @cached_property
+    def page_bytes(self) -> tuple[int, ...]:
+        """The bytes of a page of each kind on a device."""
+        return tuple(self.memory.page_bytes(self.memory.page, kind) for kind in range(len(self.config.page_kinds)))
 
     @property
     def num_devices(self) -> int:
@@ -95,7 +102,7 @@ def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int
     mean_keys = context - (tokens_per_row - 1) / 2
     flops += num_tokens * sum(_attention_flops(split, mixer, mean_keys) for mixer in split.config.mixers)
     groups = list(_collectives(split))
-    width = num_tokens * split.config.hidden_size * split.itemsize
+    width = num_tokens * split.config.hidden_size * jnp.dtype(split.memory.dtype).itemsize
     link_bytes = sum(2 * (n - 1) / n * width for n in groups)
     reading, multiplying = read / chip.sheet.bandwidth, flops / chip.sheet.flops
     return StepFigures(
@@ -165,7 +172,7 @@ def _bytes_of_row(split: Split, context: int) -> float:
             total += 2 * of_page  # read, and written again
         else:
             seen = context if kind.window is None else min(context, kind.window)
-            total += seen / split.page_size * of_page
+            total += seen / split.memory.config.page_size * of_page
     return total
 
 
@@ -175,12 +182,8 @@ def _attention_flops(split: Split, mixer: Any, num_keys: float) -> float:
     Those of a recurrent layer, which do not grow, do not count.
     """
     keys = num_keys if mixer.window is None else min(num_keys, mixer.window)
-    if isinstance(mixer, Attention):
-        return 4 * mixer.num_heads * mixer.head_dim * keys / split.num_parts(mixer.num_heads)
-    if isinstance(mixer, LatentAttention):
-        width = 2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim
-        return 2 * mixer.num_heads * width * keys / split.num_parts(mixer.num_heads)
-    return 0.0
+    flops_per_key = functions_of(mixer).flops_per_key
+    return 0.0 if flops_per_key is None else flops_per_key(mixer) * keys / split.num_parts(mixer.num_heads)
 
 
 def _collectives(split: Split) -> Iterator[int]:
@@ -190,8 +193,8 @@ def _collectives(split: Split) -> Iterator[int]:
     adds_shared = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
     groups = [split.num_devices]
     for layer in split.config.layers:
-        heads = [mixer.num_heads for mixer in layer.mixers if isinstance(mixer, Attention | LatentAttention)]
-        groups += [split.num_parts(num_heads) for num_heads in heads[:1]]  # branches have one sum
+        with_keys: list[Any] = [mixer for mixer in layer.mixers if functions_of(mixer).flops_per_key is not None]
+        groups += [split.num_parts(mixer.num_heads) for mixer in with_keys[:1]]  # branches have one sum
         of_experts = experts_of(layer)
         if of_experts is not None:
             groups.append(split.num_devices)
@@ -200,11 +203,3 @@ def _collectives(split: Split) -> Iterator[int]:
         networks = [network for network in (dense, shared) if isinstance(network, MLP)]
         groups += [split.num_parts(network.intermediate_size) for network in networks[:1]]
     yield from (number for number in groups if number > 1)
-
-
-def num_elements(tree: Any) -> int:
-    """Returns the number of elements of a tree of abstract arrays, on a device if they have shardings."""
-    shapes = (
-        leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)
-    )
-    return sum(map(math.prod, shapes))

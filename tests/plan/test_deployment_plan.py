@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer import capacity
-from jaxinfer.capacity import compiler
-from jaxinfer.capacity.devices import CHIPS, Devices, parse_devices
+from jaxinfer import plan as plans
 from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
+from jaxinfer.plan import compiler
+from jaxinfer.plan.devices import CHIPS, Devices, parse_devices
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.xla_options import MEMORY_FRACTION
 from kernels_pallas.device import data_sheet
 
-plan_deployment: Any = capacity.plan_deployment  # whose layouts may lack a plan
+plan_deployment: Any = plans.plan_deployment  # whose layouts may lack a plan
 LLAMA = "Llama-3-8B"
 # Of Llama 3 8B: layers, hidden size, KV heads and their width, vocabulary, and all parameters.
 L, D, K, H, V, P = 32, 4096, 8, 128, 128256, 8_030_261_248
@@ -167,7 +167,7 @@ def test_a_long_prompt_takes_the_steps_of_its_parts():
 def test_the_answer_is_a_bound_and_its_measured_part():
     plan = plan_deployment(LLAMA, of("H200", 2), EngineConfig(max_num_seqs=32), context=2048)
 
-    found = capacity.answer(plan, num_replicas=3, price=4.0, load_bytes_per_second=2e9)
+    found = plans.answer(plan, num_replicas=3, price=4.0, load_bytes_per_second=2e9)
 
     assert found is not None
     assert found.expected is not None
@@ -184,11 +184,11 @@ def test_the_answer_is_a_bound_and_its_measured_part():
     refused: list[dict[str, Any]] = [{"price": -1.0}, {"load_bytes_per_second": 0.0}]
     for options in refused:
         with pytest.raises(ValueError, match="is not allowed"):
-            capacity.answer(plan, **options)
+            plans.answer(plan, **options)
 
 
 def test_nothing_is_expected_of_devices_that_were_not_measured():
-    found = capacity.answer(plan_deployment(LLAMA, of("H100", 1)))
+    found = plans.answer(plan_deployment(LLAMA, of("H100", 1)))
 
     assert found is not None
     assert (found.expected, found.dollars_per_hour, found.compile_seconds) == (None, None, None)
@@ -404,7 +404,7 @@ def test_a_missing_compiler_is_named_with_the_way_to_install_it(devices, message
     monkeypatch.setattr(compiler.gpu_compiler, "is_available", lambda: False)
 
     with pytest.raises(ValueError, match=message):
-        capacity.compile_plan(plan_deployment("Qwen3-0.6B", devices))
+        plans.compile_plan(plan_deployment("Qwen3-0.6B", devices))
 
 
 def test_devices_that_no_compiler_describes_are_refused(monkeypatch):
@@ -416,7 +416,7 @@ def test_devices_that_no_compiler_describes_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="steps for B200 cannot be compiled .* the GPUs that can are T4"):
         compiler.require_compiler("B200", "gpu", 1)
     with pytest.raises(ValueError, match="steps for a v4 cannot be compiled .* the TPUs that can are v5e"):
-        capacity.compile_plan(plan_deployment("Qwen3-0.6B", of("v4", 4)))
+        plans.compile_plan(plan_deployment("Qwen3-0.6B", of("v4", 4)))
     for name in ("A100", "A100-80GB"):
         compiler.require_compiler(name, "gpu", 1)
 
@@ -439,19 +439,27 @@ def test_a_compiler_that_fails_leaves_the_plan_and_its_last_words(options, monke
         assert out.endswith("\nIts steps are not compiled: the compiler failed with 1: no such register\n")
 
 
+def test_a_plan_does_not_depend_on_the_machine_that_makes_it(monkeypatch):
+    plan = plan_deployment("Gemma-3-12B", of("v5e", 8))
+
+    monkeypatch.setattr("jaxinfer.device.CPU_BATCHED_TOKENS", 32)
+
+    assert plan_deployment("Gemma-3-12B", of("v5e", 8)) == plan
+
+
 def test_steps_are_compiled_for_the_packed_weights_of_the_plan(monkeypatch):
-    requests: list[compiler.Request] = []
-    monkeypatch.setattr("jaxinfer.capacity.plan.require_compiler", lambda *_: None)
+    tasks: list[compiler.CompileTask] = []
+    monkeypatch.setattr("jaxinfer.plan.deployment.require_compiler", lambda *_: None)
     monkeypatch.setattr(
-        "jaxinfer.capacity.plan.compile_steps", lambda request: requests.append(pickle.loads(pickle.dumps(request)))
+        "jaxinfer.plan.deployment.compile_steps", lambda task: tasks.append(pickle.loads(pickle.dumps(task)))
     )
     config = EngineConfig(max_num_seqs=8, max_model_len=1024)
     plan = plan_deployment("GPT-OSS-20B", of("H200", 1), config)
 
-    capacity.compile_plan(plan, config)
+    plans.compile_plan(plan, config)
 
-    (request,) = requests
-    assert [num_bytes(step["params"]) for step in request.steps.values()] == 2 * [plan.best.memory.resident_bytes]
+    (task,) = tasks
+    assert [num_bytes(step["params"]) for step in task.steps.values()] == 2 * [plan.best.memory.resident_bytes]
 
 
 @pytest.mark.aot
@@ -460,7 +468,7 @@ def test_compiled_steps_need_the_memory_of_the_plan_within_two_percent():
     config = EngineConfig(max_num_seqs=32, max_model_len=4096, max_num_batched_tokens=256)
     plan = plan_deployment("Qwen3-0.6B", of("v6e", 4), config)
 
-    compiled = capacity.compile_plan(plan, config)
+    compiled = plans.compile_plan(plan, config)
 
     memory, needs = plan.best.memory, [step.argument_bytes + step.temporary_bytes for step in compiled.values()]
     assert list(compiled) == ["decode", "prefill"]

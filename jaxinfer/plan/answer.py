@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxinfer.capacity.plan import DeploymentPlan
+from jaxinfer.plan.deployment import DeploymentPlan
 from jaxinfer.validation import require_positive, require_real
 
 # A network disk of a cloud, or a download at 8 Gbit/s.

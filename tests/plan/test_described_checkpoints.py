@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from jaxinfer.capacity import parse_devices, plan_deployment
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.checkpoint.formats.described import DescribedCheckpoint
+from jaxinfer.plan import parse_devices, plan_deployment
 from jaxinfer.plan.memory import num_bytes
 from tests.checkpoint.packing import WRITERS
 from tests.checkpoint.renamed import edit_json

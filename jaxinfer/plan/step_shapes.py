@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.device import default_batched_tokens, default_mixed_tokens, draws_filtered
-from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.sampling_params import FORMS, Form
 
 # Few shapes, because each costs time to compile and padding costs little. On CPU, blocks of padding are not multiplied;
@@ -16,7 +15,7 @@ from jaxinfer.sampling_params import FORMS, Form
 DECODE_ROWS = (1, 8)
 PREFILL_TOKENS = (128,)
 GROWTH = 8
-# Rows by default; `device_limits` takes more on accelerators.
+# Rows by default; `limits.fit_limits` takes more on accelerators.
 MAX_ROWS = 32
 LOOP_FORMS: tuple[Form, ...] = ("plain", "filtered")  # in which decode loops draw
 
@@ -153,14 +152,6 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
     while sizes[-1] < last:
         sizes.append(sizes[-1] * GROWTH)
     return [*(size for size in sizes if size < last), last]
-
-
-def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
-    """Returns the smallest bucket of the step's kind that holds the step; see `find_bucket`."""
-    kind = {"is_decode": step.is_decode, "is_verify": step.is_verify, "is_mixed": step.is_verify and step.is_mixed}
-    return find_bucket(
-        buckets, step.num_tokens, len(step.chunks), **kind, loop_form=step.form if step.is_loop else None
-    )
 
 
 def find_bucket(

@@ -10,9 +10,11 @@ import pytest
 
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.device_limits import describe_limits, fit_limits, fitting_loop_steps
-from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from jaxinfer.model.params import abstract_params
+from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.limits import describe_limits, fit_limits, fitting_loop_steps
+from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.step_shapes import plan_buckets, plan_draws
 
 SMALL, LARGE = published_config("Qwen3-0.6B"), published_config("Llama-3-8B")
 
@@ -33,7 +35,8 @@ def on(monkeypatch):
 
 def fitted(model=SMALL, *, speculates=False, **limits):
     params = abstract_params(model, jnp.bfloat16)
-    return fit_limits(EngineConfig(**limits), model, params, "bfloat16", speculates=speculates)
+    options = {"param_bytes": num_bytes(params), "speculates": speculates}
+    return fit_limits(MemoryQuestion(model=model, config=EngineConfig(**limits), dtype="bfloat16", **options))
 
 
 def numbers(config):

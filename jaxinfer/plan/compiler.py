@@ -1,6 +1,6 @@
 """Compiles whole steps for TPUs and GPUs that are not here, by the compilers of the extra `aot`.
 
-The compilers run in a process of their own, which gets a pickled `Request` and prints the figures as JSON.
+The compilers run in a process of their own, which gets a pickled `CompileTask` and prints the figures as JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
 }
-WORKER = "from jaxinfer.capacity import compiler; compiler.main()"
+WORKER = "from jaxinfer.plan import compiler; compiler.main()"
 INSTALL = 'pip install "jaxinfer[aot]", on Linux'
 # The shapes of slices of TPUs, smallest first.
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -73,7 +73,7 @@ class CompiledStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompileTask:
     """Steps to compile, by name, for a mesh of axes of these sizes of a chip; each has the options of `step_call`."""
 
     chip: str
@@ -83,17 +83,17 @@ class Request:
     steps: Mapping[str, Mapping[str, Any]]
 
 
-def compile_steps(request: Request) -> dict[str, CompiledStep]:
+def compile_steps(task: CompileTask) -> dict[str, CompiledStep]:
     """Compiles steps in a process of their own, for a fatal error of a compiler ends a process.
 
     Raises ValueError if the compiler is not installed or knows no such devices, RuntimeError if it fails.
     """
-    require_compiler(request.chip, request.platform, math.prod(request.axes.values()))
-    environment = ENVIRONMENT | (TPU_ENVIRONMENT if request.platform == "tpu" else {})
+    require_compiler(task.chip, task.platform, math.prod(task.axes.values()))
+    environment = ENVIRONMENT | (TPU_ENVIRONMENT if task.platform == "tpu" else {})
     worker = subprocess.run(
         [sys.executable, "-c", WORKER],
         env={**os.environ, **environment},
-        input=pickle.dumps(request),
+        input=pickle.dumps(task),
         capture_output=True,
         check=False,
     )
@@ -208,13 +208,13 @@ def step_call(
     return jax.jit(function, donate_argnames="cache"), arguments
 
 
-def _compile(request: Request, device: str, mesh: Mesh, options: Mapping[str, Any]) -> CompiledStep:
+def _compile(task: CompileTask, device: str, mesh: Mesh, options: Mapping[str, Any]) -> CompiledStep:
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        function, arguments = step_call(mesh, request.config, layout=request.platform, **options)
-        if request.platform == "tpu":
+        function, arguments = step_call(mesh, task.config, layout=task.platform, **options)
+        if task.platform == "tpu":
             program = function.lower(**arguments).compile()
-    if request.platform == "gpu":
+    if task.platform == "gpu":
         program = gpu_compiler.compile_for(device, mesh, function, **arguments).program
     memory = program.memory_analysis()
     assert memory is not None
@@ -226,10 +226,10 @@ def _compile(request: Request, device: str, mesh: Mesh, options: Mapping[str, An
 
 
 def main() -> None:
-    """Compiles the steps of the request in the standard input."""
-    request = pickle.loads(sys.stdin.buffer.read())
-    is_tpu = request.platform == "tpu"
-    device = request.chip if is_tpu else _gpu_of(request.chip)
-    mesh = (tpu_mesh if is_tpu else gpu_compiler.mesh_of)(device, request.axes)
-    compiled = {name: asdict(_compile(request, device, mesh, options)) for name, options in request.steps.items()}
+    """Compiles the steps of the task in the standard input."""
+    task = pickle.loads(sys.stdin.buffer.read())
+    is_tpu = task.platform == "tpu"
+    device = task.chip if is_tpu else _gpu_of(task.chip)
+    mesh = (tpu_mesh if is_tpu else gpu_compiler.mesh_of)(device, task.axes)
+    compiled = {name: asdict(_compile(task, device, mesh, options)) for name, options in task.steps.items()}
     print(json.dumps(compiled), flush=True)

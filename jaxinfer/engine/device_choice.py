@@ -1,0 +1,107 @@
+"""The devices that an engine takes by itself: the fewest that hold the model, and its replicas."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxinfer.checkpoint import Checkpoint
+from jaxinfer.config import AUTO, EngineConfig, Parallelism
+from jaxinfer.device import free_bytes
+from jaxinfer.model.params import Params
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
+from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.limits import pages_of_row, plan_limit, plan_memory
+from jaxinfer.plan.memory import num_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def fewest_devices(checkpoint: Checkpoint, config: EngineConfig, dtype: str, *, speculates: bool) -> Parallelism | None:
+    """Returns the split of a checkpoint over the fewest devices of this process that hold it; None is one device.
+
+    They hold it if, beside parameters and steps, each has room for the pages of a request of TOKENS_PER_ROW tokens. If
+    one device holds it, if none do, if devices report no limit, like CPUs, or if there are other processes, it is None.
+    The devices that stay idle are logged unless replicas take them, and the reason if none hold it. A drafter does not
+    count.
+    """
+    if jax.process_count() > 1 or jax.local_device_count() == 1 or free_bytes(jax.local_devices()) is None:
+        return None
+    find_refusal = functools.partial(_refusal, checkpoint, config, dtype, speculates=speculates)
+    splits, refusal = [*possible_splits(checkpoint.config)], None
+    for split in splits:
+        refusal = find_refusal(split)
+        if refusal is None:
+            if config.parallelism is None:
+                # The last ones have most devices; of one number the first has the fewest groups of experts.
+                wider = sorted(splits[splits.index(split) :], key=lambda other: -other.devices_per_replica)
+                best = next(other for other in wider if other == split or find_refusal(other) is None)
+                name_idle_devices(split, best)
+            return None if split == Parallelism() else split
+    logger.warning("no split over the devices of this process holds the model; of %s: %s", splits[-1], refusal)
+    return None
+
+
+def chosen_parallelism(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: str,
+    devices: Sequence[Any] | None,
+    *,
+    speculates: bool,
+) -> Parallelism | None:
+    """Returns the parallelism of an engine, with a number of replicas; None is one device.
+
+    If the configuration has none, it is that of `fewest_devices`. `devices` are those that the user has given, None for
+    all of this process. Raises ValueError if replicas="auto" cannot share given devices evenly.
+    """
+    given = config.parallelism
+    if given is None:
+        return fewest_devices(checkpoint, config, dtype, speculates=speculates) if devices is None else None
+    if given.replicas != AUTO:
+        return given
+    split = given
+    if devices is None and given.devices_per_replica == 1:
+        split = fewest_devices(checkpoint, config, dtype, speculates=speculates) or Parallelism()
+    each, num_devices = split.devices_per_replica, jax.local_device_count() if devices is None else len(devices)
+    if num_left := num_devices % each:
+        if devices is not None:
+            raise ValueError(f"replicas={AUTO!r} of {each} devices each cannot share {num_devices}; give a multiple")
+        logger.warning("%d of the %d devices stay idle: each replica has %d", num_left, num_devices, each)
+    return replace(split, replicas=max(num_devices // each, 1), prefill=given.prefill)
+
+
+def _refusal(
+    checkpoint: Checkpoint, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
+) -> str | None:
+    """Returns why devices do not hold a model that is split so, with the fewest pages of an engine; None if they do."""
+    try:
+        placement = Placement.of(checkpoint.config, split)
+        question, _ = memory_question(checkpoint, config, dtype, placement, speculates=speculates)
+        question, cache, memory = plan_memory(question, plan_limit(question))
+    except ValueError as error:
+        return str(error)
+    needed = min(pages_of_row(question), cache.num_pages) if config.num_pages is None else config.num_pages
+    memory = replace(memory, num_pages=needed)
+    return None if memory.num_fitting >= needed else f"its memory is short: {memory}"
+
+
+def memory_question(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    dtype: str,
+    placement: Placement = DEFAULT_DEVICE,
+    *,
+    speculates: bool = False,
+) -> tuple[MemoryQuestion, Params]:
+    """Returns the question of the memory that a checkpoint takes on devices, and its abstract parameters there."""
+    params, model = checkpoint.abstract(dtype, quantization=config.quantization, mesh=placement.mesh)
+    model = model.for_length(config.max_model_len)
+    params = placement.params(model, params)
+    options: dict[str, Any] = {"param_bytes": num_bytes(params), "speculates": speculates, "placement": placement}
+    return MemoryQuestion(model=model, config=config, dtype=dtype, **options), params
