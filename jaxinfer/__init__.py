@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.model.config import ModelConfig
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps.log_probs import log_probs
-    from jaxinfer.steps.options import StepOptions
-    from jaxinfer.steps.steps import decode_step, prefill_step
+    from jaxinfer.steps.steps import StepOptions, decode_step, prefill_step
 
 set_xla_options()
 

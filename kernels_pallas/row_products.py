@@ -1,4 +1,4 @@
-"""Matrix products on CPU in which the bits of a row do not depend on the rows beside it.
+"""Matrix products and sums on CPU in which the bits of a row do not depend on the rows beside it.
 
 On CPU in float32 a token has the same logits, to the bit, in any batch, chunk, step and bucket. Each part of a step
 keeps that by a rule of its own, and this is the list of them:
@@ -467,3 +467,33 @@ def trial_operands(form: str, num_rows: int, A: int, B: int, dtype: Any) -> tupl
     numbers = np.random.default_rng(0).standard_normal(NUM_TRIAL_NUMBERS).astype(dtype)
     row_shape, operand_shape = ((num_rows, A), (B, A)) if form == BY_WEIGHTS else ((1, 1, num_rows, A), (1, 1, A, B))
     return np.resize(numbers[::-1], row_shape), np.resize(numbers, operand_shape)
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """Returns `x.sum(-1)`, on CPU added up in a fixed tree, so that a row has the same sum in any batch.
+
+    There `x.sum(-1)` is vectorised differently with the number of rows, and then rounds differently. Elsewhere products
+    of matrices depend on the batch already, and the tree would be written to memory level by level.
+    """
+    return jax.lax.platform_dependent(x, cpu=_tree_sum, default=lambda x: x.sum(-1))
+
+
+def row_max(x: jax.Array) -> jax.Array:
+    """Returns `x.max(-1)`, on CPU by `top_k`, which XLA does not fuse with later operations.
+
+    The maximum is exact in any order; an `exp` after it is not. XLA gives a maximum over 4,096 numbers or more, and an
+    `exp` after it, to a library with another `exp`, unless the maximum has other uses as well. jax 0.12.0 also
+    vectorises an `exp` by the number of rows, if it fuses comparisons with it.
+    """
+    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.top_k(x, 1)[0][..., 0], default=lambda x: x.max(-1))
+
+
+def _tree_sum(x: jax.Array) -> jax.Array:
+    """The row is halved and added elementwise, which leaves the compiler no order to choose."""
+    while x.shape[-1] > 1:
+        half, is_odd = divmod(x.shape[-1], 2)
+        if is_odd:
+            x = jnp.concatenate([x, jnp.zeros_like(x[..., :1])], axis=-1)
+            half += 1
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]

@@ -41,7 +41,7 @@ from jaxinfer.checkpoint.safetensors_file import (
 from jaxinfer.checkpoint.stored import Grid, StoredQuantized
 from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.model.calibration import embed_texts, input_moments, run_layer
-from jaxinfer.model.components.weights.observed import Moments
+from jaxinfer.model.components.observed import Moments
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.quantization.gptq import Feedback, plan_feedback, round_with_feedback
 from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, LARGEST

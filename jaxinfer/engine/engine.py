@@ -35,7 +35,7 @@ from jaxinfer.engine.frontend.admission import (
     refusals_of,
 )
 from jaxinfer.engine.frontend.branches import Branches
-from jaxinfer.engine.frontend.lifecycle import FAILURE_NOTE, Lifecycle, require_own_process
+from jaxinfer.engine.frontend.guard import FAILURE_NOTE, Lifecycle, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
 from jaxinfer.engine.frontend.page_identity import describe_dtype, text_identity
 from jaxinfer.engine.frontend.sample_group import SampleGroup
@@ -151,7 +151,7 @@ class Engine:
     def num_unfinished(self) -> int:
         """The number of unfinished requests, samples counted one by one."""
         self.check()
-        return self._scheduler.num_unfinished + len(self._checks)
+        return self._scheduler.num_unfinished + len(self._checks.pending)
 
     @property
     def has_steps(self) -> bool:
@@ -333,7 +333,8 @@ class Engine:
         """
         self.check()
         with self._compile_counter:
-            self._hand_out(self._checks.take())
+            if self._checks.pending:
+                self._hand_out(self._checks.take())
             self._deliver(self._scheduler.expire())
             result = advance(self._pipelines)
             if result is not None:

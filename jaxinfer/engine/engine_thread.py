@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar, cast
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.frontend.lifecycle import Lifecycle
+from jaxinfer.engine.frontend.guard import Lifecycle
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.validation import require, require_real

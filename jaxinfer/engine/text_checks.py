@@ -30,39 +30,36 @@ class TextChecks:
 
     def __init__(self) -> None:
         self._threads = FairThreads(NUM_THREADS, "text checks", max_at_once=CHECKS_OF_TENANT, max_waiting=MAX_INT)
-        self._checks: dict[int, _Check] = {}  # by the id of the sample
+        self.pending: dict[int, _Check] = {}  # by the id of the sample
         self.on_done: Callable[[], object] = lambda: None
-
-    def __len__(self) -> int:
-        return len(self._checks)
 
     def begin(self, request: Request, delta: Delta) -> None:
         """Keeps the last delta of a request back, and begins to check its text."""
         assert request.check is not None
         result = self._threads.submit(request.tenant, request.check)
-        self._checks[request.request_id] = _Check(delta, result)
+        self.pending[request.request_id] = _Check(delta, result)
         result.add_done_callback(lambda _: self.on_done())
 
     def wait(self) -> None:
         """Waits until a check is over, if there is one."""
-        wait([check.result for check in self._checks.values()], return_when="FIRST_COMPLETED")
+        wait([check.result for check in self.pending.values()], return_when="FIRST_COMPLETED")
 
     def take(self) -> list[Delta]:
         """Returns the deltas whose checks are over, in the order of `begin`."""
-        over = [sample_id for sample_id, check in self._checks.items() if check.result.done()]
-        return [_checked(*self._checks.pop(sample_id)) for sample_id in over]
+        over = [sample_id for sample_id, check in self.pending.items() if check.result.done()]
+        return [_checked(*self.pending.pop(sample_id)) for sample_id in over]
 
     def abort(self, sample_ids: Iterable[int]) -> list[Delta]:
         """Ends checks early; returns the deltas, with finish reason "abort"."""
         deltas = []
         for sample_id in sample_ids:
-            if (check := self._checks.pop(sample_id, None)) is not None:
+            if (check := self.pending.pop(sample_id, None)) is not None:
                 check.result.cancel()
                 deltas.append(_with_end(check.delta, "abort", None))
         return deltas
 
     def close(self) -> None:
-        self._checks.clear()
+        self.pending.clear()
         self._threads.close()
 
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
+from jaxinfer.model.components.adapted import AdaptedArray, padded_size
 from jaxinfer.model.components.layers import TensorSpec
-from jaxinfer.model.components.weights.adapted import AdaptedArray, padded_size
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare, is_spec
 from jaxinfer.quantization import PACKED

@@ -15,7 +15,7 @@ from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.model.batch import Batch, whole_rows
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.components.mixer_inputs import StepContext
-from jaxinfer.model.components.weights.observed import Moments, ObservedArray
+from jaxinfer.model.components.observed import Moments, ObservedArray
 from jaxinfer.model.config import ModelConfig, PlacedGroup
 from jaxinfer.model.decoder import Flow, begin, numbers_of, run_group, step_context
 from jaxinfer.model.layer_parts import Pool

@@ -15,13 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
+from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
-from jaxinfer.model.components.layers import Norm, rms_norm, scaled
+from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled, take_rows
 from jaxinfer.model.components.mixer_inputs import MixerInputs, StepContext, with_angles
 from jaxinfer.model.components.moe import MoEParams
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
-from jaxinfer.model.components.weights.adapted import AdaptedArray
-from jaxinfer.model.components.weights.products import linear, product, take_rows
 from jaxinfer.model.config import Layer, LayerStack, ModelConfig, PagePlace, PlacedGroup
 from jaxinfer.model.layer_parts import FEED_FORWARDS, Mixer, Pool, functions_of
 from jaxinfer.model.params import (

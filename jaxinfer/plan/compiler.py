@@ -34,7 +34,7 @@ from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
-from jaxinfer.steps.options import StepOptions
+from jaxinfer.steps.steps import StepOptions
 from kernels_pallas import gpu_compiler
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from jaxinfer.model.decoder import is_split, logits_sharding
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import when_used
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, Form
-from kernels_pallas.row_sum import row_sum
+from kernels_pallas.row_products import row_sum
 
 T = TypeVar("T")
 

@@ -23,9 +23,8 @@ from jax.sharding import Mesh
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepTokens, last_places, step_rows, step_tokens
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.components.layers import rms_norm
+from jaxinfer.model.components.layers import linear, product, rms_norm
 from jaxinfer.model.components.mixer_inputs import MixerInputs
-from jaxinfer.model.components.weights.products import linear, product
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import embed, feed_forward, mix, step_context, unembed
 from jaxinfer.model.layer_parts import Pool

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxinfer.model.components.weights.products import linear, take_rows
+from jaxinfer.model.components.layers import linear, take_rows
 from jaxinfer.model.decoder import unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch

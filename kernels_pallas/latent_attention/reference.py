@@ -12,9 +12,8 @@ import jax
 
 from kernels_pallas.latent_attention.layout import LatentPages, read_pages, read_slots, write_latents
 from kernels_pallas.paged_attention.call import AttentionCall, token_slots
-from kernels_pallas.paged_attention.online_softmax import Scoring
+from kernels_pallas.paged_attention.online_softmax import Pool, Scoring
 from kernels_pallas.paged_attention.reference import attend_ragged
-from kernels_pallas.paged_attention.tiles import Pool
 
 
 def latent_attention_reference(

@@ -15,17 +15,20 @@ import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.online_softmax import (
+    Pool,
     Scoring,
     Sums,
     add_keys,
+    attend_in_one_tile,
+    attend_in_tiles,
     attended,
     by_head,
     by_query,
     empty_sums,
+    paths_of,
     sees,
     slots_read,
 )
-from kernels_pallas.paged_attention.tiles import Pool, attend_in_one_tile, attend_in_tiles, paths_of
 
 
 class BlockSizes(NamedTuple):

@@ -24,17 +24,20 @@ from kernels_pallas.paged_attention.call import AttentionCall, token_slots
 from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, write_kv
 from kernels_pallas.paged_attention.online_softmax import (
+    Pool,
     Scoring,
     Sums,
     add_keys,
+    attend_in_one_tile,
+    attend_in_tiles,
     attended,
     by_head,
     by_query,
     empty_sums,
+    paths_of,
     sees,
     slots_read,
 )
-from kernels_pallas.paged_attention.tiles import Pool, attend_in_one_tile, attend_in_tiles, paths_of
 
 # Queries per tile in prefill: wide enough for the products, small enough that a short row wastes little.
 WIDE_TILE = 32

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 
 from jaxinfer import LLM, EngineConfig
 from jaxinfer.device import describe_cpu
-from jaxinfer.model.components.layers import TensorSpec
-from jaxinfer.model.components.weights.products import product
+from jaxinfer.model.components.layers import TensorSpec, product
 from jaxinfer.model.quantized_params import quantize_weight
 from scripts.bench.against_transformers import integers
 from scripts.bench.engine import measure_decode

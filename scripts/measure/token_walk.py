@@ -25,8 +25,7 @@ from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_step
+from jaxinfer.steps.steps import StepOptions, decode_step
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"

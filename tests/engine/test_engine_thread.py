@@ -22,7 +22,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.engine_thread import EngineThread
-from jaxinfer.engine.frontend.lifecycle import _Process
+from jaxinfer.engine.frontend.guard import _Process
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError

@@ -17,7 +17,7 @@ from jaxinfer.gguf.blocks import (
     q8_0_integers,
     require_finite_scales,
 )
-from jaxinfer.model.components.weights.products import linear, take_rows
+from jaxinfer.model.components.layers import linear, take_rows
 from jaxinfer.quantization import PackedBlocks
 
 TYPES = {block.name: block for block in BLOCK_TYPES.values()}

@@ -41,8 +41,7 @@ from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig, unifor
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.log_probs import log_probs
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_step, prefill_step
+from jaxinfer.steps.steps import StepOptions, decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
 from tests.engine.probe import is_idle, scheduler_of
 from tests.hostile.cases import cases

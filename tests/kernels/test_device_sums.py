@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.weights.products import product, widened
+from jaxinfer.model.components.layers import product, widened
 from jaxinfer.quantization.planes import pack_planes
 from jaxinfer.quantization.quantized_array import QuantizedArray, quantize
 from kernels_pallas.device_sums import sum_over_devices

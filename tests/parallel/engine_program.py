@@ -49,7 +49,7 @@ from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.sampling.sample import split_top_k
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
-from jaxinfer.steps.options import StepOptions
+from jaxinfer.steps.steps import StepOptions
 from kernels_pallas import row_products
 from tests.engine.probe import runner_of, warm_up_of
 from tests.on_demand import clear_compiled, steps_on_demand

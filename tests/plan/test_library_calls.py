@@ -31,8 +31,7 @@ from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
 from jaxinfer.model.layer_parts import Mixer
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_step, prefill_step
+from jaxinfer.steps.steps import StepOptions, decode_step, prefill_step
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are promised on CPU")
 

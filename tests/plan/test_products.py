@@ -26,8 +26,7 @@ from jaxinfer.plan.step_shapes import loop_steps
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import draft_step
+from jaxinfer.steps.steps import StepOptions, draft_step
 from kernels_pallas import row_products
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.paged_attention.layout import LANES

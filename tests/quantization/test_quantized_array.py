@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.model.components.layers import TensorSpec
-from jaxinfer.model.components.weights.products import linear, take_rows
+from jaxinfer.model.components.layers import TensorSpec, linear, take_rows
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params, shardings
 from jaxinfer.model.quantized_params import quantize_params, quantize_weight, quantize_weights, quantized_shardings

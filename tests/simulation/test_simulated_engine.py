@@ -166,5 +166,5 @@ def test_copies_of_pages_do_not_pile_up(checkpoint):
     # Blocks have 512 tokens: of the second prompt the last page is begun by the first.
     drive([request(0.0, 40, 20, 1), request(100.0, 46, 2, 1)], engine)
 
-    assert len(engine._scheduler.replicas[0].tables.copies) == 0
+    assert len(engine._scheduler.replicas[0].tables.copies.queue) == 0
     assert engine._scheduler.metrics().num_found_tokens > 32

@@ -22,13 +22,12 @@ from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model import batch, decoder
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import cache_shardings
-from jaxinfer.model.components import experts
-from jaxinfer.model.components.weights import products
+from jaxinfer.model.components import experts, layers
 from jaxinfer.model.params import Params, shardings
 from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
-from jaxinfer.steps.options import StepOptions
+from jaxinfer.steps.steps import StepOptions
 from tests.replay import deal_pages, nan_cache
 
 PAGE_SIZE, TABLE_WIDTH = 16, 2
@@ -64,7 +63,7 @@ def take_products_of_a_tpu() -> None:
     jax.lax.platform_dependent = take
     experts._in_blocks = experts._in_groups
     batch.has_ordered_sums = lambda _: False  # kernels split over a mesh add by themselves
-    products.quantized_matmul = functools.partial(products.quantized_matmul, implementation="tpu_interpret")
+    layers.quantized_matmul = functools.partial(layers.quantized_matmul, implementation="tpu_interpret")
     decoder.table_rows = functools.partial(decoder.table_rows, interpret=True)
     jax.clear_caches()
 

@@ -19,8 +19,7 @@ from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states, parents_of_paths
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_step, draft_step, verify_step
+from jaxinfer.steps.steps import StepOptions, decode_step, draft_step, verify_step
 from tests.exhaustive import exhaustive_but
 from tests.replay import SMALL_SIZES, all_logits, lively_params, nan_cache
 from tests.steps.test_eagle import eagle_head

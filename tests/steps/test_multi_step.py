@@ -12,8 +12,7 @@ from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_loop, decode_step
+from jaxinfer.steps.steps import StepOptions, decode_loop, decode_step
 from tests.replay import SMALL_SIZES, all_logits, lively_params, nan_cache
 
 CONFIG = uniform_decoder(**SMALL_SIZES | {"num_layers": 2, "layer_groups": (1, 1)})

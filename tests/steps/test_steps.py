@@ -17,8 +17,7 @@ from jaxinfer.model.cache import abstract_cache, init_cache
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling, with_masks
 from jaxinfer.sampling.sample import sample
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_step, draw_step, prefill_step
+from jaxinfer.steps.steps import StepOptions, decode_step, draw_step, prefill_step
 from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
 CONFIG = SMALL_MODEL

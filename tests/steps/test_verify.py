@@ -14,8 +14,7 @@ import pytest
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.sampling.batch import make_sampling, with_masks
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_step, verify_step
+from jaxinfer.steps.steps import StepOptions, decode_step, verify_step
 from jaxinfer.steps.verify import NO_DRAFT, accept_drafts
 from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 

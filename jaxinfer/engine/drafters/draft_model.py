@@ -28,8 +28,7 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
 from jaxinfer.plan.step_shapes import decode_sizes, max_batched_tokens
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import draft_step
+from jaxinfer.steps.steps import StepOptions, draft_step
 
 Shape = tuple[int, int]  # rows and tokens
 

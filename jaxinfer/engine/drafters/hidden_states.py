@@ -15,7 +15,7 @@ from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
-from jaxinfer.model.components.weights.products import linear
+from jaxinfer.model.components.layers import linear
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import num_bytes
 

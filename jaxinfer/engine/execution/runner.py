@@ -255,7 +255,7 @@ class Runner:
             raise
 
     def _make_copies(self, copies: PageTransfers) -> None:
-        if copies:
+        if copies.queue:
             for batch in copies.batches(self._copiers[0].max_width):
                 self._copy(batch)
 

@@ -26,8 +26,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.plan.step_shapes import Bucket, max_rows, plan_buckets, plan_draws
 from jaxinfer.sampling.batch import SamplingBatch
-from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, replicated, verify_step
+from jaxinfer.steps.steps import StepOptions, decode_loop, decode_step, draw_step, prefill_step, replicated, verify_step
 
 logger = logging.getLogger(__name__)
 

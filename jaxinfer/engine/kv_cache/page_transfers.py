@@ -54,17 +54,14 @@ class PageTransfers:
     """The copies still to be made. The next step makes the copies that an interrupted step left undone."""
 
     def __init__(self) -> None:
-        self._queue: deque[Copy] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
+        self.queue: deque[Copy] = deque()
 
     def append(self, copy: Copy) -> None:
-        self._queue.append(copy)
+        self.queue.append(copy)
 
     def clear(self) -> None:
         """Drops all copies, once no page that they write is read again."""
-        self._queue.clear()
+        self.queue.clear()
 
     def batches(self, limit: int) -> Iterator[list[Copy]]:
         """Yields all copies in order, in batches of up to `limit` of one type and one kind of pages.
@@ -74,15 +71,15 @@ class PageTransfers:
         The copies of a batch have different pages, so the caller may make them in any order. Making a batch twice,
         after an interrupt, does no harm: no step runs in between.
         """
-        while self._queue:
+        while self.queue:
             batch = self._first_batch(limit)
             yield batch
             for _ in batch:
-                self._queue.popleft()
+                self.queue.popleft()
 
     def _first_batch(self, limit: int) -> list[Copy]:
         batch: list[SwapOut | SwapIn] = []
-        for copy in self._queue:
+        for copy in self.queue:
             if isinstance(copy, CopyPage | RotatePages):
                 return list(batch) or [copy]
             is_alike = not batch or (type(copy) is type(batch[0]) and copy.kind == batch[0].kind)

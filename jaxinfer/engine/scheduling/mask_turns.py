@@ -12,15 +12,12 @@ from jaxinfer.engine.request.request import Request
 MAX_SECONDS = 0.1
 
 
-def waiting_for_masks(requests: Sequence[Request]) -> Collection[Request]:
-    """Returns the requests that take no part in a step, because its masks would take more than MAX_SECONDS.
+def waiting_for_masks(requests: Sequence[Request], seconds: float) -> Collection[Request]:
+    """Returns the requests that take no part in a step, whose masks would take `seconds`, more than MAX_SECONDS.
 
     A request is heavy if its last mask took more than its part of that. Heavy requests take turns, and so do their
     tenants; at least one has a turn. If all requests are heavy and of one tenant, none waits: they hold up no other.
     """
-    seconds = sum([request.mask_seconds for request in requests])
-    if seconds <= MAX_SECONDS:
-        return ()
     heavy = [request for request in requests if request.mask_seconds > MAX_SECONDS / len(requests)]
     if len(heavy) == len(requests) and len({request.tenant for request in requests}) == 1:
         return ()

@@ -9,7 +9,7 @@ from typing import overload
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.hand_over import Arrival
-from jaxinfer.engine.scheduling.mask_turns import waiting_for_masks
+from jaxinfer.engine.scheduling.mask_turns import MAX_SECONDS, waiting_for_masks
 from jaxinfer.engine.scheduling.metrics import Observer, Tally
 from jaxinfer.engine.scheduling.policy import step_order
 from jaxinfer.engine.scheduling.step import Chunks, Rows
@@ -149,7 +149,8 @@ class RunningQueue(Sequence[Request]):
         If some request decodes, those that prefill leave `num_reserved` tokens for drafts, but get half of the tokens
         that decoding requests leave, or more.
         """
-        waiting = waiting_for_masks(self.advancing)
+        mask_seconds = sum([request.mask_seconds for request in self.advancing])
+        waiting = waiting_for_masks(self.advancing, mask_seconds) if mask_seconds > MAX_SECONDS else ()
         chunks = self._advance_decode_batch() if len(self) <= budget and not waiting else None
         if chunks is None:
             chunks = self._split_budget(budget, now, num_reserved, waiting)

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, rms_norm
+from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
-from jaxinfer.model.components.weights.products import linear
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import (
     AttentionCall,

@@ -14,15 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
-from jaxinfer.model.components.weights.observed import ObservedArray, observe_groups
+from jaxinfer.model.components.observed import ObservedArray, observe_groups
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of
 from kernels_pallas.quantized_matmul import split_groups
-from kernels_pallas.row_products import ROW_BLOCK, rounded
-from kernels_pallas.row_sum import row_sum
+from kernels_pallas.row_products import ROW_BLOCK, rounded, row_sum
 
 # The mesh axis that whole experts are split over, and the one that splits each of them.
 EXPERTS_AXIS, MLP_AXIS = HEADS_AXES

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, rms_norm
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm, widened
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, rotary_embedding
-from jaxinfer.model.components.weights.products import linear, widened
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention

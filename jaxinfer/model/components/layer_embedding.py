@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import ACTIVATIONS, VOCABULARY, MakeSpec, Norm, TensorSpec, rms_norm
-from jaxinfer.model.components.weights.products import linear
+from jaxinfer.model.components.layers import ACTIVATIONS, VOCABULARY, MakeSpec, Norm, TensorSpec, linear, rms_norm
 from jaxinfer.validation import require_int, require_name
 from kernels_pallas.row_products import rounded
 

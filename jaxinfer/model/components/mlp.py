@@ -9,8 +9,7 @@ import jax
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, scaled
-from jaxinfer.model.components.weights.products import linear
+from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear, scaled
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 
 

@@ -13,12 +13,10 @@ from jax.sharding import Mesh
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.experts import SharedExpert, joins_sum, sum_of_experts
-from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, rms_norm
+from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, product, rms_norm
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
-from jaxinfer.model.components.weights.products import product
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
-from kernels_pallas.row_products import rounded
-from kernels_pallas.row_sum import row_max, row_sum
+from kernels_pallas.row_products import rounded, row_max, row_sum
 
 SCORINGS = ("softmax", "sigmoid")
 

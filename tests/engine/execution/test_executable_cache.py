@@ -21,7 +21,7 @@ import pytest
 
 from jaxinfer.engine.execution import executable_cache
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.steps.options import StepOptions
+from jaxinfer.steps.steps import StepOptions
 from tests.on_devices import with_devices
 from tests.replay import SMALL_MODEL
 

@@ -108,4 +108,4 @@ def test_who_borrows_the_cache_finds_every_copy_made(llm):
     borrowed = runner_of(llm).lend_cache(copies, lambda cache: (np.array(cache.tokens), cache))
 
     np.testing.assert_array_equal(borrowed[0], tokens[source])
-    assert len(copies) == 0
+    assert len(copies.queue) == 0

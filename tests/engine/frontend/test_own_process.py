@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from jaxinfer.engine.frontend.lifecycle import require_own_process
+from jaxinfer.engine.frontend.guard import require_own_process
 if sys.argv[1] == "after":
     require_own_process()
 if os.fork():

@@ -46,4 +46,4 @@ def test_what_was_interrupted_is_made_again_and_what_was_made_is_not():
     assert list(itertools.islice(queue.batches(8), 2)) == [outs(1), ins(2)]
 
     assert list(queue.batches(8)) == [ins(2), outs(3)]
-    assert len(queue) == 0
+    assert len(queue.queue) == 0

@@ -39,7 +39,7 @@ class Machine:
         step = self.scheduler.schedule()
         assert step is not None
         self.chunks += [(chunk.request.request_id, chunk.start, chunk.num_tokens) for chunk in step.chunks]
-        self.copies += step.copies._queue
+        self.copies += step.copies.queue
         for delta in self.scheduler.commit(step, self.device.run(step)):
             if delta.completion is not None:
                 self.completions[delta.request_id] = delta.completion
@@ -47,7 +47,7 @@ class Machine:
     def make_copies(self):
         """Makes those that are due, as the next step would."""
         copies = self.scheduler.replicas[0].tables.copies
-        self.copies += copies._queue
+        self.copies += copies.queue
         for batch in copies.batches(2):
             self.device.copy(batch)
 
@@ -164,7 +164,7 @@ def test_a_request_aborted_while_its_pages_are_copied_leaves_none_behind():
     machine.add(2, [*prompt, 77], 9)
     step = machine.scheduler.schedule()
     assert step is not None
-    assert {type(copy) for copy in step.copies._queue} == {SwapOut, SwapIn}
+    assert {type(copy) for copy in step.copies.queue} == {SwapOut, SwapIn}
 
     machine.scheduler.abort(2)
 

@@ -34,7 +34,7 @@ def requests_with(*seconds: float, tenant: str = "") -> list[Request]:
 def test_the_masks_of_a_step_take_no_more_than_the_bound_and_one_mask(seconds, waiting):
     requests = requests_with(*seconds)
 
-    assert [requests.index(request) for request in waiting_for_masks(requests)] == waiting
+    assert [requests.index(request) for request in waiting_for_masks(requests, sum(seconds))] == waiting
 
 
 @pytest.mark.parametrize("num_heavy", [3, 10])

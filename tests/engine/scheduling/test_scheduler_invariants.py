@@ -405,7 +405,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         device.slots, device.turns = dict(self.device.slots), dict(self.device.turns)
         device.bounded = [dict(pages) for pages in self.device.bounded]
         device.drawn = self.device.drawn
-        for copy in copies._queue:
+        for copy in copies.queue:
             device.copy([copy])
         return device
 

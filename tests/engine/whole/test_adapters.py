@@ -16,7 +16,7 @@ import torch
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.engine.llm import LLM
-from jaxinfer.model.components.weights.adapted import AdaptedArray
+from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.plan.memory import num_bytes
 from tests.adapters import merge, save_adapter
 from tests.engine.engines import (

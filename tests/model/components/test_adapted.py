@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.weights.adapted import AdaptedArray, _add_by_products, padded_size
-from jaxinfer.model.components.weights.products import product
+from jaxinfer.model.components.adapted import AdaptedArray, _add_by_products, padded_size
+from jaxinfer.model.components.layers import product
 from jaxinfer.quantization.quantized_array import quantize
 
 GENERATOR = np.random.default_rng(0)

@@ -11,10 +11,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, Norm, rms_norm, swiglu
-from jaxinfer.model.components.weights.products import linear, product
+from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, Norm, linear, product, rms_norm, swiglu
 from jaxinfer.quantization.quantized_array import quantize
-from kernels_pallas.row_sum import row_sum
+from kernels_pallas.row_products import row_sum
 from tests.checkpoint.test_format_table import kernels_of
 
 jit_linear = jax.jit(linear)

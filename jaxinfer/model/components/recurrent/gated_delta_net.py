@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
 from jaxinfer.model.components.recurrent.states import (
@@ -21,10 +21,8 @@ from jaxinfer.model.components.recurrent.states import (
     slots_of_layer,
     sum_keys,
 )
-from jaxinfer.model.components.weights.products import linear
 from jaxinfer.validation import require, require_int
-from kernels_pallas.row_products import rounded
-from kernels_pallas.row_sum import row_sum
+from kernels_pallas.row_products import rounded, row_sum
 
 UNIT_EPSILON = 1e-6  # added to the square of the length by which keys and queries are divided
 

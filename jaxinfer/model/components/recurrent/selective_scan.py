@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, rms_norm
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, product, rms_norm
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.recurrence import Rule, advance
 from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
-from jaxinfer.model.components.weights.products import linear, product
 from jaxinfer.validation import require_bool, require_int
 from kernels_pallas.row_products import rounded
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
 from jaxinfer.model.components.recurrent.states import (
@@ -23,10 +23,8 @@ from jaxinfer.model.components.recurrent.states import (
     slots_of_layer,
     sum_keys,
 )
-from jaxinfer.model.components.weights.products import linear
 from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
-from kernels_pallas.row_products import rounded
-from kernels_pallas.row_sum import row_sum
+from kernels_pallas.row_products import rounded, row_sum
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""Weights of products: arrays, and what stands for them."""
