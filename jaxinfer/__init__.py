@@ -37,7 +37,7 @@ _MODULES = {
     "QueueFullError": "engine.request.request",
     "Row": "model.batch",
     "SamplingParams": "config",
-    "StepOptions": "steps.options",
+    "StepOptions": "steps.steps",
     "decode_step": "steps.steps",
     "init_cache": "model.cache",
     "load_checkpoint": "checkpoint",

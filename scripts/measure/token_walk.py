@@ -29,8 +29,8 @@ from jaxinfer.steps.steps import StepOptions, decode_step
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"
-# A place in the page: a file and line, then the function there.
-PLACE = re.compile(r"`((?:jaxinfer|kernels_pallas)/[\w/]+\.py):(\d+)` `([\w.]+)`")
+# A place in the page: a file and line, then what is there.
+PLACE = re.compile(r"`((?:jaxinfer|kernels_pallas)/[\w/]+\.py):(\d+)`(\s+)`([\w.]+)`")
 PLAIN = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 Passed = set[tuple[str, str]]  # files and functions
@@ -71,7 +71,7 @@ def walk() -> tuple[Passed, Passed]:
 
 
 def line_of(file: str, name: str) -> int:
-    """Returns the line of a function or a method in a file.
+    """Returns the line of a function, class or method in a file.
 
     Raises:
       LookupError: if there is none.
@@ -81,7 +81,7 @@ def line_of(file: str, name: str) -> int:
     for part in name.split("."):
         found = next((node for node in nodes if getattr(node, "name", None) == part), None)
         if found is None:
-            raise LookupError(f"{file} has no {name}; name a function that is there")
+            raise LookupError(f"{file} has no {name}; name what is there")
         nodes = found.body
     assert found is not None
     return found.lineno
@@ -89,7 +89,7 @@ def line_of(file: str, name: str) -> int:
 
 def with_lines(page: str) -> str:
     """Returns a page with the line at which each of its places is."""
-    return PLACE.sub(lambda place: f"`{place[1]}:{line_of(place[1], place[3])}` `{place[3]}`", page)
+    return PLACE.sub(lambda place: f"`{place[1]}:{line_of(place[1], place[4])}`{place[3]}`{place[4]}`", page)
 
 
 def main() -> None:
