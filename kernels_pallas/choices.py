@@ -23,6 +23,7 @@ ROWS_OF_ONE_TOKEN = AttentionCall(
     block_tables=jax.ShapeDtypeStruct((ROWS, 1), "int32"),
     kv_lens=jax.ShapeDtypeStruct((ROWS,), "int32"),
     cu_q_lens=jax.ShapeDtypeStruct((ROWS + 1,), "int32"),
+    scale=1.0,
     q_len=1,
 )
 

@@ -21,7 +21,7 @@ PlainCall = Callable[..., jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def attend_whole_rows(
-    call: PagedCall,
+    compute: PagedCall,
     plain: PlainCall,
     num_rows: int,
     tokens: tuple[jax.Array, ...],
@@ -29,16 +29,17 @@ def attend_whole_rows(
     pages: Any,
     arrays: Any,
 ) -> tuple[jax.Array, Any]:
-    """Returns `call(*tokens, shared, pages, arrays)`, with the derivative of `plain(*tokens, shared)` for each row.
+    """Returns `compute(*tokens, shared, pages, arrays)`, with the derivative of `plain(*tokens, shared)` for each row.
 
     `tokens` are arrays [T, ...] of `num_rows` rows one after another, such as queries, keys and values. `shared` is an
-    array that all rows share, such as sinks [N]. `arrays` are the integers of the step. The pages have no derivative.
+    array that all rows share, such as sinks [N]. `arrays` are integers of the step, as those of a call of attention.
+    The pages have no derivative.
     """
-    return call(*tokens, shared, pages, arrays)
+    return compute(*tokens, shared, pages, arrays)
 
 
 def _forward(
-    call: PagedCall,
+    compute: PagedCall,
     plain: PlainCall,
     num_rows: int,
     tokens: tuple[jax.Array, ...],
@@ -46,10 +47,10 @@ def _forward(
     pages: Any,
     arrays: Any,
 ) -> tuple[Any, Any]:
-    return call(*tokens, shared, pages, arrays), (tokens, shared)
+    return compute(*tokens, shared, pages, arrays), (tokens, shared)
 
 
-def _backward(call: PagedCall, plain: PlainCall, num_rows: int, operands: Any, change: tuple[jax.Array, Any]) -> Any:
+def _backward(compute: PagedCall, plain: PlainCall, num_rows: int, operands: Any, change: tuple[jax.Array, Any]) -> Any:
     tokens, shared = operands
 
     def of_row(arrays: list[jax.Array]) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer.device import resolve_dtype
     from jaxinfer.plan import compile_plan, parse_devices, plan_deployment
-    from jaxinfer.plan.answer import LOAD_BYTES_PER_SECOND, answer
+    from jaxinfer.plan.short_answer import LOAD_BYTES_PER_SECOND, answer
 
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
     rates = {"bandwidth": arguments.bandwidth, "flops": arguments.flops, "link_bytes": arguments.link_bandwidth}

@@ -277,7 +277,6 @@ class AsyncLLM:
         """Returns prompts as the engine takes them, checked on a thread of their own."""
 
         def admit() -> list[SampleGroup]:
-            check_names(options)
             return self._engine.admit_all(prompts, params, **options)
 
         each = params if isinstance(params, list | tuple) else [params]

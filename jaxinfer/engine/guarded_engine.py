@@ -15,7 +15,7 @@ from jaxinfer.engine.request.completion import Completion, Delta
 
 
 class GuardedEngine:
-    """The only caller of its engine, for threads that compute the steps themselves; see `EngineThread` for others.
+    """Lets one thread at a time compute its engine's steps; `EngineThread` computes them on a thread of its own.
 
     A second thread gets RuntimeError while one is inside, and Ctrl-C takes effect between two steps.
     """

@@ -22,7 +22,7 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import ONE_TOKEN, Prompt, RequestOptions, as_prompts, check_names
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, Prompt, RequestOptions, as_prompts
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.frontend.chats import Conversation, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
@@ -398,7 +398,6 @@ class LLM:
         require_name("pooling", pooling, POOLINGS)
         normalize = as_bool("normalize", normalize)
         show_progress = is_shown(show_progress)
-        check_names(options)
         groups = self._engine.admit_all(prompts, ONE_TOKEN, **options)
         poolings = [begin_pooling(samples, pooling) for samples in groups]
         completions = self._guarded.collect(groups, show_progress)

@@ -220,7 +220,7 @@ def _run_group(
     # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
     # layer's would be that of a whole stack.
     reads_stacks = context.num_whole_rows is None
-    specs: Any = params  # which nothing reads without a mesh
+    specs: Any = params  # has the same structure, and without a mesh nothing else of them is read
     if is_split(mesh):
         specs = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
 

@@ -61,7 +61,8 @@ def fit_limits(question: MemoryQuestion) -> EngineConfig:
 
     A CPU computes 32 rows at most, and no decode loops. An accelerator computes the rows that multiply in the time that
     reading the weights takes, if memory has pages for them. It loops over steps so short that the host would hold them
-    up. With speculation, which helps few rows, it has the rows of a CPU.
+    up. With speculation, which helps few rows, it has the rows of a CPU. For devices that are not here, give the loops
+    and the tokens of a step in the configuration.
     """
     config, platform = question.config, question.platform or jax.default_backend()
     if config.max_num_seqs is None and platform != "cpu" and not question.speculates:

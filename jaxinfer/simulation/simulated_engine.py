@@ -72,7 +72,7 @@ class SimulatedDevice(Device):
 
     def launch(self, step: Step) -> float:
         """Returns the time at which the device finishes the step, after all earlier steps."""
-        for _ in step.copies.batches(len(step.copies)):
+        for _ in step.copies.batches(len(step.copies.queue)):
             pass  # drop the transfers: simulated pages have no contents
         seconds = self._step_times.seconds(step, choose_bucket(self._buckets, step))
         self.busy_until = max(self.busy_until, self._clock.now) + seconds

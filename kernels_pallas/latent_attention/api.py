@@ -103,5 +103,7 @@ def _check_call(q: jax.Array, latents: jax.Array, pages: LatentPages, call: Atte
             f"shapes do not fit together: {listed}, kv_lens {call.kv_lens.shape}, pages of {pages.width} numbers per"
             f" token; wrong: {', '.join(wrong)}; see latent_attention"
         )
+    if call.window is not None or call.softcap is not None:
+        raise ValueError(f"window={call.window} and softcap={call.softcap} are not for latents; leave them out")
     if jnp.issubdtype(pages.dtype, jnp.integer) and pages.scales is None:
         raise ValueError(f"pages of {pages.dtype} need scales; make the pool with has_scales, or of a floating dtype")

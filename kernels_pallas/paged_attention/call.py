@@ -50,7 +50,7 @@ class AttentionCall:
     tree_mask: Any = None
     page_offset: Any = 0
     plan: Any = None
-    scale: float = field(default=1.0, metadata=STATIC)
+    scale: float = field(metadata=STATIC)
     window: int | None = field(default=None, metadata=STATIC)
     softcap: float | None = field(default=None, metadata=STATIC)
     q_len: int | None = field(default=None, metadata=STATIC)

@@ -111,11 +111,16 @@ class BlockTables:
         end, found = self._finder.find(request, self._fetch)
         if not found:
             return 0
+        copied_pages = []
         for pool, pages in zip(self.pools, found, strict=True):  # first, so that new pages evict none of these
-            for page in [page for page in pages.values() if isinstance(page, int)]:
-                pool.pages.acquire(page)
+            for source in pages.values():
+                if (page := source if isinstance(source, int) else source.page) is not None:
+                    pool.pages.acquire(page)
+            copied_pages.append([source.page for source in pages.values() if isinstance(source, Copied)])
         for pool, pages in zip(self.pools, found, strict=True):
             pool.put(request, pages, end)
+        for pool, sources in zip(self.pools, copied_pages, strict=True):
+            pool.pages.release([page for page in sources if page is not None])
         request.skip(end)
         if keys is not None:
             copied = {i for pages in found for i, source in pages.items() if isinstance(source, Copied)}

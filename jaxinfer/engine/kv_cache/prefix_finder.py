@@ -105,7 +105,7 @@ class _Search:
 
     def first_missing(self, index: int) -> int | None:
         """Returns the first page that is needed by every token of page `index`, lies before it and is not found."""
-        for pool in self._finder.pools:
+        for pool in reversed(self._finder.pools):  # those that need the fewest pages come first
             keeps_all = pool.window_of(self._request) is None
             if keeps_all and index <= self._num_scanned:
                 continue
@@ -172,7 +172,9 @@ class _Search:
                 return Copied(content=content)
         if not is_whole and end == self._alike[0] and not pool.is_state:
             page = pool.pages.find(key_of_kind(self._alike[1], pool.kind))
-            return None if page is None else Copied(page)
+            # While it is copied it makes room for no new page; of the first kind the request has its page already.
+            has_room = pool.kind == 0 or pool.pages.num_available > len(pool.needed(request, end, self._first))
+            return Copied(page) if page is not None and has_room else None
         return None
 
     def _find_alike(self, index: int, limit: int) -> tuple[int, bytes]:

@@ -13,7 +13,7 @@ MAX_SECONDS = 0.1
 
 
 def waiting_for_masks(requests: Sequence[Request], seconds: float) -> Collection[Request]:
-    """Returns the requests that take no part in a step, whose masks would take `seconds`, more than MAX_SECONDS.
+    """Returns the requests that take no part in a step, if its masks would take `seconds`, more than MAX_SECONDS.
 
     A request is heavy if its last mask took more than its part of that. Heavy requests take turns, and so do their
     tenants; at least one has a turn. If all requests are heavy and of one tenant, none waits: they hold up no other.

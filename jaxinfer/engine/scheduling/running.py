@@ -149,6 +149,7 @@ class RunningQueue(Sequence[Request]):
         If some request decodes, those that prefill leave `num_reserved` tokens for drafts, but get half of the tokens
         that decoding requests leave, or more.
         """
+        # Here, so that a step without long masks, as most are, asks nothing further.
         mask_seconds = sum([request.mask_seconds for request in self.advancing])
         waiting = waiting_for_masks(self.advancing, mask_seconds) if mask_seconds > MAX_SECONDS else ()
         chunks = self._advance_decode_batch() if len(self) <= budget and not waiting else None

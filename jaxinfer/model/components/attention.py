@@ -168,7 +168,13 @@ def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
 
 def plan_attention_of(config: Attention, pages: Pages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
-    return plan_attention(pages, inputs.call(), num_tokens=len(inputs.step.batch.tokens), num_heads=config.num_heads)
+    num_tokens = len(inputs.step.batch.tokens)
+    return plan_attention(pages, inputs.call(**_scoring(config)), num_tokens=num_tokens, num_heads=config.num_heads)
+
+
+def _scoring(config: Attention) -> dict[str, Any]:
+    scale = config.head_dim**-0.5 if config.scale is None else config.scale
+    return {"scale": scale, "window": config.window, "softcap": config.softcap}
 
 
 def attend(
@@ -185,9 +191,7 @@ def attend(
     A layer that reads those of another gets the other's pages, and returns them as they came.
     """
     q, k, v = project_qkv(params, x, inputs, config=config, norm=norm)
-    scale = config.head_dim**-0.5 if config.scale is None else config.scale
-    options = {"scale": scale, "window": config.window, "softcap": config.softcap}
-    scales = {}
+    options, scales = _scoring(config), {}
     if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
         scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}

@@ -66,6 +66,10 @@ class LatentAttention:
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def score_scale(self) -> float:
+        return self.qk_head_dim**-0.5 if self.scale is None else self.scale
+
 
 @struct.dataclass
 class LatentAttentionParams:
@@ -157,7 +161,7 @@ def attend_to_latents(
     latents = rms_norm(down[:, :R], params.kv_norm, config.norm)
     keys = rotary_embedding(down[:, None, R:], *angles, is_interleaved=is_interleaved)[:, 0]
     latents = jnp.concatenate([latents, keys], axis=-1)
-    scale = config.qk_head_dim**-0.5 if config.scale is None else config.scale
+    scale = config.score_scale
 
     def run(q: Any, latents: Any, _: None, pages: LatentPages, call: AttentionCall) -> tuple[jax.Array, LatentPages]:
         return latent_attention(q, latents, pages, call)

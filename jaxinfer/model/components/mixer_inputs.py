@@ -31,7 +31,7 @@ class StepContext:
     q_len: int | None = struct.field(pytree_node=False, default=None)  # as in `AttentionCall`, and so the next two
     implementation: str | None = struct.field(pytree_node=False, default=None)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
-    num_whole_rows: int | None = struct.field(pytree_node=False, default=None)  # see `forward`
+    num_whole_rows: int | None = struct.field(pytree_node=False, default=None)  # see `step_context`
 
     def for_mixers(self, mixers: Iterable[Any]) -> StepContext:
         """Returns the context with the angles of these mixers alone."""
@@ -83,18 +83,18 @@ class MixerInputs:
 
     def run(
         self,
-        run: PagedCall,
+        compute: PagedCall,
         plain: PlainCall,
         tokens: tuple[jax.Array, ...],
         shared: jax.Array | None,
         pages: Any,
         arrays: Any,
     ) -> tuple[jax.Array, Any]:
-        """Returns `run(*tokens, shared, pages, arrays)`.
+        """Returns `compute(*tokens, shared, pages, arrays)`; `arrays` are integers of the step, as those of a call.
 
         In a step of whole rows the results have the derivative of `plain`, see `attend_whole_rows`.
         """
         if self.step.num_whole_rows is None:
-            return run(*tokens, shared, pages, arrays)
-        results: Any = attend_whole_rows(run, plain, self.step.num_whole_rows, tokens, shared, pages, arrays)
+            return compute(*tokens, shared, pages, arrays)
+        results: Any = attend_whole_rows(compute, plain, self.step.num_whole_rows, tokens, shared, pages, arrays)
         return results[0], jax.lax.stop_gradient(results[1])

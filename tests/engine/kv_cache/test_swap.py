@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.engine.kv_cache.page_transfers import SwapIn, SwapOut
+from jaxinfer.engine.kv_cache.page_pool import BoundedKind
+from jaxinfer.engine.kv_cache.page_transfers import CopyPage, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
@@ -15,7 +16,11 @@ S = 16
 class Machine:
     """A scheduler over a pool of `num_pages` and a host tier of `num_host_pages`, and what was computed and copied."""
 
-    def __init__(self, num_pages: int = 5, num_host_pages: int = 20, max_num_batched_tokens: int = 64) -> None:
+    def __init__(
+        self, num_pages: int = 5, num_host_pages: int = 20, max_num_batched_tokens: int = 64, window: int | None = None
+    ) -> None:
+        """`window`: of a bounded kind of pages, in tokens."""
+        windows = () if window is None else (window,)
         self.tiers = PageTiers([HostTier(num_host_pages, size_of=lambda _: 1)])
         self.scheduler = Scheduler(
             max_num_seqs=4,
@@ -23,9 +28,10 @@ class Machine:
             num_pages=num_pages,
             page_size=S,
             tiers=self.tiers,
+            bounded=[BoundedKind(-(-(window - 1) // S), num_pages) for window in windows],
             clock=lambda: 0.0,
         )
-        self.device = FakeDevice(S, self.tiers)
+        self.device = FakeDevice(S, self.tiers, further=windows)
         self.chunks: list[tuple[int, int, int]] = []  # request, start, length
         self.copies = []
         self.completions = {}
@@ -187,3 +193,28 @@ def test_pages_that_are_not_copied_yet_are_shared_by_a_request_of_the_same_step(
     assert machine.num_copies(SwapIn) == 2
     for request in requests:
         assert list(machine.completions[request.request_id].token_ids) == expected_tokens(request, 4)
+
+
+def test_a_page_of_a_window_that_is_copied_makes_no_room_for_another():
+    prompt = list(range(48))
+    machine = Machine(num_pages=16, window=17)
+    tables = machine.scheduler.replicas[0].tables
+    request = make_request(2, [*prompt[:45], 100, 101, 102], 4, cache_salt="")
+    tables.begin(request)  # before the others have computed what it can share
+    machine.add(0, prompt)
+    machine.run()
+    pages = tables.pools[1].pages
+    pages.evict(2)  # the first two, so that the third, which is to be copied, is the oldest
+    machine.make_copies()
+    machine.add(1, list(range(200, 248)))
+    machine.run()
+    pages.allocate(pages.num_free)
+
+    tables.share(request)
+
+    written = [copy.page for copy in tables.copies.queue if isinstance(copy, SwapIn) and copy.kind == 1]
+    copied = [copy.source for copy in tables.copies.queue if isinstance(copy, CopyPage) and copy.kind == 1]
+    assert request.num_computed == 45
+    assert written
+    assert copied
+    assert not {*written} & {*copied}

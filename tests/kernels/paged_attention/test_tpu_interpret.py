@@ -198,7 +198,7 @@ def test_a_plan_that_is_made_before_gives_the_same_bits(q_len):
 
     def attend_by_plan(arguments: dict[str, Any]) -> Any:
         T, N, _ = arguments["q"].shape
-        rows = AttentionCall(**{name: arguments[name] for name in ROWS}, **statics)
+        rows = AttentionCall(**{name: arguments[name] for name in ROWS}, **statics, scale=0.25)
         plan = plan_attention(arguments["pages"], rows, num_tokens=T, num_heads=N)
         assert plan is not None
         with mock.patch.object(entry, "plan_step", side_effect=AssertionError("made again")):
@@ -213,7 +213,7 @@ def test_a_plan_that_is_made_before_gives_the_same_bits(q_len):
 def test_a_plan_for_other_block_sizes_is_refused():
     call = make_call([(7, 23)], **SMALL, layout="tpu")
     (T, _, _), (pool,) = call.arguments["q"].shape, call.arguments["pages"].arrays
-    rows = AttentionCall(**{name: call.arguments[name] for name in ROWS})
+    rows = AttentionCall(**{name: call.arguments[name] for name in ROWS}, scale=0.25)
     sizes = {"num_tokens": T, "num_kv_heads": 2, "num_groups": 2, "tiling": Blocks(pages=2, buffers=2, queries=4)}
     plan = entry.plan_step(pool, rows, **sizes)
 

@@ -86,7 +86,7 @@ def advance(
     in_turn = functools.partial(_advance_in_turn, rule)
     in_chunks = functools.partial(_advance_in_chunks, rule)
 
-    def call(*operands: Any) -> tuple[jax.Array, jax.Array]:
+    def compute(*operands: Any) -> tuple[jax.Array, jax.Array]:
         *numbers, shared, pool, places = operands
         if q_len == 1:
             return _advance_rows(rule, make(*numbers), shared, pool, places)
@@ -96,7 +96,7 @@ def advance(
         return outputs_of_row(rule, make(*operands[:-1]), operands[-1], pool.shape[2])
 
     places = Places(slots, inputs.step.batch.cu_q_lens, inputs.step.batch.positions, inputs.tokens.count)
-    return inputs.run(call, plain, tuple(tokens), shared, pool, places)
+    return inputs.run(compute, plain, tuple(tokens), shared, pool, places)
 
 
 def _advance_rows(

@@ -49,7 +49,7 @@ def abstract_states(size: PoolSize, conv: tuple[int, int], recurrent: tuple[int,
     )
 
 
-def state_slots(batch: Batch, page_size: int, kind: int = 0) -> StateSlots:
+def state_slots(batch: Batch, page_size: int, kind: int) -> StateSlots:
     """Returns the slots by which each page of a kind gets the state after the last token computed in it."""
     (T, S), tables = (batch.tokens.shape[0], page_size), batch.tables_of(kind)
     firsts = batch.positions[jnp.minimum(batch.cu_q_lens[:-1], T - 1)]

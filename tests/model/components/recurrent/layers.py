@@ -138,7 +138,7 @@ def run_layer_alone(function: Any, params: Any, mixer: Mixer, x: np.ndarray, nor
 
     @jax.jit
     def run(params, pool, x, batch):
-        inputs = MixerInputs(StepContext(batch, slots=state_slots(batch, 16)), StepTokens(jnp.asarray(len(x))))
+        inputs = MixerInputs(StepContext(batch, slots=state_slots(batch, 16, 0)), StepTokens(jnp.asarray(len(x))))
         return function(jax.tree.map(lambda w: w[0], params), pool, x, inputs, config=mixer, norm=norm)[0]
 
     return np.asarray(run(params, pool, jnp.asarray(x, jnp.float32), batch))

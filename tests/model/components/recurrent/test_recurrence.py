@@ -119,7 +119,7 @@ def arrays_of(lens, page_size, shape):
         first += num_pages
     num_tokens = sum(count for _, count in lens)
     batch = make_batch(rows, page_size=page_size, num_tokens=num_tokens + 7, num_rows=len(rows) + 2, table_width=8)
-    slots = state_slots(jax.tree.map(jnp.asarray, batch), page_size)
+    slots = state_slots(jax.tree.map(jnp.asarray, batch), page_size, 0)
     pool = np.full((first + 1, *shape), np.nan, np.float32)
     read = np.asarray(slots.reads)[np.asarray(slots.reads) < len(pool)]
     pool[read] = np.random.default_rng(1).standard_normal((len(read), *pool.shape[1:]))

@@ -48,7 +48,7 @@ def test_a_step_reads_the_slot_of_the_token_before_and_writes_at_the_ends_of_pag
     ]
     batch = make_batch(rows, page_size=S, num_tokens=26, num_rows=5, table_width=3)
 
-    slots = jax.jit(functools.partial(state_slots, page_size=S))(batch)
+    slots = jax.jit(functools.partial(state_slots, page_size=S, kind=0))(batch)
 
     none = PADDING_SLOT
     np.testing.assert_array_equal(slots.reads, [7, none, 2, none, none])
@@ -60,7 +60,7 @@ def test_a_step_reads_the_slot_of_the_token_before_and_writes_at_the_ends_of_pag
 def test_padding_of_a_decode_step_reads_and_writes_no_slot_of_any_layer():
     batch = make_batch([Row([0], 31, [4, 6])], page_size=S, num_tokens=3, num_rows=3, table_width=2)
 
-    slots = slots_of_layer(state_slots(batch, S), 100)
+    slots = slots_of_layer(state_slots(batch, S, 0), 100)
 
     np.testing.assert_array_equal(slots.reads, [106, PADDING_SLOT, PADDING_SLOT])
     np.testing.assert_array_equal(slots.writes, [106, PADDING_SLOT, PADDING_SLOT])
