@@ -126,9 +126,8 @@ def abstract_latents_of(config: LatentAttention, size: PoolSize) -> LatentPages:
 
 def plan_latents_of(config: LatentAttention, pages: LatentPages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
-    return plan_latent_attention(
-        pages, inputs.call(), num_tokens=len(inputs.step.batch.tokens), num_heads=config.num_heads
-    )
+    call, num_tokens = inputs.call(scale=config.score_scale), len(inputs.step.batch.tokens)
+    return plan_latent_attention(pages, call, num_tokens=num_tokens, num_heads=config.num_heads)
 
 
 def attend_to_latents(

@@ -65,8 +65,8 @@ class MixerInputs:
     is_shared: bool = False  # other layers write or read the pages too
     plan: Any = None  # of the step, for this mixer's kernel, see `plan_attention`
 
-    def call(self, **of_layer: Any) -> AttentionCall:
-        """Returns the call of the step on the layer's pages; `of_layer` are `scale`, `window` and `softcap`."""
+    def call(self, *, scale: float, window: int | None = None, softcap: float | None = None) -> AttentionCall:
+        """Returns the call of the step on the layer's pages; the arguments are as in `AttentionCall`."""
         step, batch = self.step, self.step.batch
         return AttentionCall(
             block_tables=batch.tables_of(self.kind),
@@ -78,7 +78,9 @@ class MixerInputs:
             q_len=step.q_len,
             mesh=step.mesh,
             implementation=step.implementation,
-            **of_layer,
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
 
     def run(
