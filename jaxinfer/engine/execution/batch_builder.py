@@ -177,6 +177,8 @@ class DecodeTables:
 def row_of(request: Request, token_ids: Sequence[int], start: int) -> Row:
     """Returns the row of a batch with these tokens of a request."""
     first, *bounded = request.table.kinds
+    if not bounded and not first.num_evicted_tokens:  # the usual case, for many rows of a step
+        return Row(token_ids, start, first.pages)
     return Row(token_ids, start, first.attended, first.num_evicted_tokens, tuple(table.pages for table in bounded))
 
 

@@ -65,8 +65,8 @@ class BlockTables:
 
     def num_wanted(self, request: Request) -> int:
         """Returns the pages of the first kind that the request still needs until all of its tokens are computed."""
-        table = request.table.first
-        return self._num_wanted(request, len(table.pages), table.num_owned)
+        table = request.table.kinds[0]
+        return self._num_wanted(request, len(table.pages), 0 if self._first.window is None else table.num_owned)
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
         """True if a request without pages here could get pages for all of its tokens.
@@ -136,10 +136,10 @@ class BlockTables:
         first, is_endless = self._first, self._first.is_endless
         if is_endless:  # its next token does not attend to all pages of the tokens before
             first.free_behind(request, request.num_computed)
-        num_missing = first.num_missing(request, num_tokens)
-        if num_missing > self.pages.num_available:
-            return False
-        first.extend(request, num_missing)
+        if num_missing := first.num_missing(request, num_tokens):  # a decoding request seldom lacks a page
+            if num_missing > self.pages.num_available:
+                return False
+            first.extend(request, num_missing)
         for pool in self._bounded:
             pool.extend(request, pool.num_missing(request, num_tokens))
         if is_endless:
@@ -258,11 +258,11 @@ class BlockTables:
 
     def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
         """Returns the further pages needed if the table has `num_pages` entries and the request owns `num_owned`."""
-        num_tokens = request.num_computed + request.num_uncomputed
-        count = -(-num_tokens // self.page_size) - num_pages + self._first.num_missing_sinks(request)
-        window = self._first.window_of(request)
-        if window is not None:
-            count = min(count, window.most - num_owned)
+        count = -(-(len(request.token_ids) + request.num_pending) // self.page_size) - num_pages
+        if self._first.window is not None:
+            count += self._first.num_missing_sinks(request)
+            if (window := self._first.window_of(request)) is not None:
+                count = min(count, window.most - num_owned)
         return max(count, 0)
 
     def _sharable_pages(self, request: Request) -> dict[int, int]:
