@@ -58,10 +58,10 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     if layout is not None:
         require_name("layout", layout, LAYOUTS)
 
-    num_kinds = len(config.page_kinds) - 1
-    num_bounded = cache_config.num_bounded_pages or (cache_config.num_pages,) * num_kinds
-    is_right = f"{num_kinds} numbers of pages, for this model's bounded kinds of pages, or none"
-    require(len(num_bounded) == num_kinds, "num_bounded_pages", cache_config.num_bounded_pages, is_right)
+    num_bounded_kinds = len(config.page_kinds) - 1
+    num_bounded = cache_config.num_bounded_pages or (cache_config.num_pages,) * num_bounded_kinds
+    is_right = f"{num_bounded_kinds} numbers of pages, for this model's bounded kinds of pages, or none"
+    require(len(num_bounded) == num_bounded_kinds, "num_bounded_pages", cache_config.num_bounded_pages, is_right)
 
     def pool(stack: MixerStack) -> Pool:
         mixer, num_layers, kind = stack

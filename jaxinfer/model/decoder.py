@@ -243,7 +243,7 @@ def _run_group(
             for place, pages in zip(own, new, strict=True):
                 pools[place.pool] = pages
             x = feed_forward(layer_params, x, tokens, layer=layer, mesh=mesh)
-            x = _finish(layer_params, x, None if numbers is None else numbers[i], tokens, layer=layer)
+            x = _end_layer(layer_params, x, None if numbers is None else numbers[i], tokens, layer=layer)
         return (x, tuple(pools)), None
 
     # The cache is a carry: as scanned input and output it would be copied whole in every step.
@@ -337,7 +337,7 @@ def feed_forward(
     return _add(x, h, params.feed_forward_post_norm, layer)
 
 
-def _finish(
+def _end_layer(
     params: LayerParams, x: jax.Array, numbers: jax.Array | None, tokens: StepTokens, *, layer: Layer
 ) -> jax.Array:
     """Returns the states [T, D] after a layer for x [T, D] after its halves; numbers [T, d] are the layer's, if any."""

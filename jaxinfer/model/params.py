@@ -14,9 +14,7 @@ from flax import struct
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from jaxinfer.model.components.dense_and_experts import (
-    DenseAndExpertsParams,
-)
+from jaxinfer.model.components.dense_and_experts import DenseAndExpertsParams
 from jaxinfer.model.components.experts import MESH_AXES
 from jaxinfer.model.components.layer_embedding import (
     EmbeddingTables,

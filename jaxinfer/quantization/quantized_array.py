@@ -65,10 +65,10 @@ class QuantizedArray:
 
     def flat(self) -> QuantizedArray:
         """Returns weights of no stack, without a multiplier, with all axes of outputs as one: [F, in]."""
-        values, scales, zeros = jax.tree.map(
-            lambda a: a.reshape(-1, a.shape[-1]), (self.values, self.scales, self.zeros)
-        )
-        return replace(self, values=values, scales=scales, zeros=zeros)
+        parts = self.values, self.scales, self.zeros
+        values, scales, zeros = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), parts)
+        order = None if self.order is None else self.order.reshape(-1)
+        return replace(self, values=values, scales=scales, zeros=zeros, order=order)
 
     def with_wide_scales(self) -> QuantizedArray:
         """Returns the same weights with a scale for each output; with a multiplier they are f32, and multiplied."""

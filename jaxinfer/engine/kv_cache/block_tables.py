@@ -111,16 +111,18 @@ class BlockTables:
         end, found = self._finder.find(request, self._fetch)
         if not found:
             return 0
-        copied_pages = []
+        held: list[tuple[PagePool, int]] = []  # sources of copies
         for pool, pages in zip(self.pools, found, strict=True):  # first, so that new pages evict none of these
             for source in pages.values():
-                if (page := source if isinstance(source, int) else source.page) is not None:
-                    pool.pages.acquire(page)
-            copied_pages.append([source.page for source in pages.values() if isinstance(source, Copied)])
+                if isinstance(source, int):
+                    pool.pages.acquire(source)
+                elif source.page is not None:
+                    pool.pages.acquire(source.page)
+                    held.append((pool, source.page))
         for pool, pages in zip(self.pools, found, strict=True):
             pool.put(request, pages, end)
-        for pool, sources in zip(self.pools, copied_pages, strict=True):
-            pool.pages.release([page for page in sources if page is not None])
+        for pool, page in held:
+            pool.pages.release([page])
         request.skip(end)
         if keys is not None:
             copied = {i for pages in found for i, source in pages.items() if isinstance(source, Copied)}

@@ -176,9 +176,7 @@ def attend_to_latents(
 def _widened(w: QuantizedArray, num_inputs: int, dtype: Any) -> jax.Array:
     """Returns packed matrices [N, out, in] in floating point."""
     N, F = w.shape[:2]
-    own = w.alone().with_wide_scales().flat()
-    order = None if own.order is None else own.order.reshape(-1)
-    return widened(replace(own, order=order), num_inputs).astype(dtype).reshape(N, F, num_inputs)
+    return widened(w.alone().with_wide_scales().flat(), num_inputs).astype(dtype).reshape(N, F, num_inputs)
 
 
 def _queries(params: LatentAttentionParams, x: jax.Array, tokens: StepTokens, *, config: LatentAttention) -> jax.Array:

@@ -68,10 +68,8 @@ def _product_of_quantized(x: jax.Array, w: QuantizedArray, tokens: StepTokens | 
 
 
 def _product_of_blocks(x: jax.Array, w: PackedBlocks, tokens: StepTokens | None, input_units: int) -> jax.Array:
-    rows, num_rows = (
-        replace(w, blocks=w.blocks.reshape(-1, w.blocks.shape[-1])),
-        None if tokens is None else tokens.count,
-    )
+    rows = replace(w, blocks=w.blocks.reshape(-1, w.blocks.shape[-1]))
+    num_rows = None if tokens is None else tokens.count
     y = rows_by_packed(x, rows, PackedBlocks.unpacked, UnpackedBlocks.widened, num_rows)
     return y.reshape(x.shape[0], *w.shape[:-1])
 
