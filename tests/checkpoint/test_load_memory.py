@@ -51,7 +51,7 @@ def save_packed(folder: Path, writer: str, options: dict[str, Any]) -> Path:
 def test_loading_takes_less_than_the_largest_tensor_beside_the_parameters(tmp_path, monkeypatch, writer, options):
     quantization = options.get("quantization")
     path = save_packed(tmp_path, writer, {name: value for name, value in options.items() if name != "quantization"})
-    for module in ("stored", "assembly"):
+    for module in ("stored", "making.reading"):
         monkeypatch.setattr(f"jaxinfer.checkpoint.{module}.NUMBERS_AT_ONCE", NUMBERS_AT_ONCE)
     config = read_config(path)
     load_params(path, config, "bfloat16", quantization=quantization)  # fills caches
