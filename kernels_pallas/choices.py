@@ -12,10 +12,9 @@ from kernels_pallas.device import AMPERE, device_at_hand
 from kernels_pallas.latent_attention import latent_attention
 from kernels_pallas.latent_attention.layout import abstract_latents
 from kernels_pallas.paged_attention import AttentionCall, abstract_pages, paged_attention
-from kernels_pallas.paged_attention.gpu.block_sizes import table_name
 from kernels_pallas.paged_attention.layout import LAYOUTS
 from kernels_pallas.paged_attention.tpu.block_sizes import chip_at_hand
-from kernels_pallas.paged_attention.tuned_tables import tuned_table
+from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_table
 
 # Rows of the traced calls: those of a decode step.
 ROWS = 8

@@ -24,6 +24,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from kernels_pallas.gpu_products import compiler_options
+
 
 class Gpu(NamedTuple):
     """A device to compile for. Sizes in bytes, rates in units per second, from NVIDIA's data sheets."""
@@ -127,17 +129,20 @@ def mesh_of(name: str, axes: Mapping[str, int]) -> Mesh:
     return Mesh(np.array(topology.devices).reshape(*axes.values()), tuple(axes))
 
 
-def compile_for(name: str, mesh: Mesh, function: Any, **arguments: Any) -> Compiled:
+def compile_for(
+    name: str, mesh: Mesh, function: Any, arguments: Mapping[str, Any], *, num_rows: int = 1, itemsize: int = 2
+) -> Compiled:
     """Compiles a jitted function for GPUs of `GPUS`, from trees of `jax.ShapeDtypeStruct` that are placed on `mesh`.
 
-    Raises the compiler's own errors, or ends the process.
+    `num_rows` and `itemsize` are those of `compiler_options`. Raises the compiler's own errors, or ends the process.
     """
     start, used = time.perf_counter(), sum(os.times()[:4])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = function.lower(**arguments)
+        lowered, options = function.lower(**arguments), compiler_options(num_rows, itemsize)
     with tempfile.TemporaryDirectory() as folder:
         # XLA of jax 0.11 writes PTX only where the second names it; every emitter would take five times as long.
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        dumped = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+        compiled = lowered.compile(compiler_options={**options, **dumped})
         seconds, used = time.perf_counter() - start, sum(os.times()[:4]) - used
         launches = _launches(Path(folder), GPUS[name].arch)
     return Compiled(compiled, launches, seconds, used)

@@ -67,7 +67,7 @@ def compiled_once() -> Iterator[None]:
     """Steps that are compiled meanwhile are those that an earlier engine of this process has compiled, if any has."""
 
     def compile_once(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
-        key = executable_cache._key(function, args, statics), statics.get("options")
+        key = executable_cache._key(function, args, statics, {}), statics.get("options")
         if key not in _compiled:
             if are_memory_maps_short():
                 clear_compiled()

@@ -215,7 +215,8 @@ def _compile(task: CompileTask, device: str, mesh: Mesh, options: Mapping[str, A
         if task.platform == "tpu":
             program = function.lower(**arguments).compile()
     if task.platform == "gpu":
-        program = gpu_compiler.compile_for(device, mesh, function, **arguments).program
+        sizes = {"num_rows": options["num_tokens"], "itemsize": np.dtype(options.get("dtype", "bfloat16")).itemsize}
+        program = gpu_compiler.compile_for(device, mesh, function, arguments, **sizes).program
     memory = program.memory_analysis()
     assert memory is not None
     return CompiledStep(

@@ -21,6 +21,8 @@ class Case(NamedTuple):
     arguments: dict[str, Any]
     cache: Any = None
     kernels: tuple[str, ...] = ()
+    num_rows: int = 1  # of its products, and the bytes of an element of its weights
+    itemsize: int = 2
 
 
 def axes_of(device: str) -> tuple[str, dict[str, int]]:
@@ -60,7 +62,8 @@ def step_case(
     if checkpoint is not None:
         options["params"], config = abstract_checkpoint(checkpoint, dtype, mesh=mesh)
     function, arguments = step_call(mesh, config, layout=layout, cache=cache, dtype=dtype, **options)
-    return Case(function, arguments, arguments["cache"], kernels)
+    itemsize = 4 if dtype == "float32" else 2
+    return Case(function, arguments, arguments["cache"], kernels, options["num_tokens"], itemsize)
 
 
 def on_mesh(tree: Any, mesh: Any) -> Any:

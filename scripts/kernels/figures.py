@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from unittest import mock
 
 from scripts.kernels.compilers import Case, axes_of
 from scripts.kernels.tpu_schedule import schedule_figures
+
+CUBLAS = "cuBLASLt"
 
 
 def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
@@ -28,14 +31,17 @@ def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, A
     device, _ = axes_of(device)
     case = make_case(mesh)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": folder}):
-        compiled = gpu_compiler.compile_for(device, mesh, case.function, **case.arguments)
+        sizes = {"num_rows": case.num_rows, "itemsize": case.itemsize}
+        compiled = gpu_compiler.compile_for(device, mesh, case.function, case.arguments, **sizes)
         launches = (*compiled.launches, *gpu_compiler.mosaic_launches(Path(folder)))
     compiled = dataclasses.replace(compiled, launches=launches)
-    gpu = gpu_compiler.GPUS[device]
+    gpu, text = gpu_compiler.GPUS[device], compiled.program.as_text() or ""
     return {
         **memory_figures(compiled.program, case.cache),
-        "num_launches": len(compiled.launches),
-        **control_flow(compiled.program.as_text() or ""),
+        "num_launches": len(compiled.launches) + products(text).get(CUBLAS, 0),
+        "spilling": sorted({launch.name for launch in compiled.launches if launch.spill_bytes}),
+        "products": products(text),
+        **control_flow(text),
         "seconds": round(compiled.seconds, 2),
         "processor_seconds": round(compiled.processor_seconds, 2),
         "kernels": [
@@ -61,6 +67,25 @@ def control_flow(hlo: str) -> dict[str, Any]:
         "num_conditions": len(re.findall(r" conditional\(", hlo)),
         "loop_turns": [None if count is None else int(count[1]) for count in counts],
     }
+
+
+def products(hlo: str) -> dict[str, int]:
+    """Returns the numbers of the products of a program for GPUs, by the way they are computed.
+
+    That is CUBLAS, or the tile of Triton as sizes of the result, the inputs and the stages: "16x64x128x3".
+    """
+    counts = Counter([CUBLAS] * hlo.count('custom_call_target="__cublas$lt$matmul"'))
+    # The inputs' sizes are those of the first fusion inside.
+    bodies = dict(re.findall(r"^%(\S+) \(.*?\{$(.*?)^\}", hlo, re.M | re.S))
+    for line in hlo.splitlines():
+        if '"kind":"__triton_nested_gemm_fusion"' not in line:
+            continue
+        sizes = re.findall(r'"sizes":\["([\d",]+)"\]', line)[0].replace('"', "").split(",")
+        stages = re.search(r'"num_stages":"?(\d+)', line)
+        inputs = re.search(r'"sizes":\["?(\d+)"?\]', bodies[re.search(r"calls=%([\w.\-]+)", line)[1]])  # type: ignore[index]
+        tile = [size for size in sizes if size != "1"] + [inputs[1] if inputs else "?", stages[1] if stages else "?"]
+        counts["x".join(tile)] += 1
+    return dict(counts)
 
 
 def compile_on_tpu(mesh: Any, dump: Path, make_case: Callable[[Any], Case]) -> dict[str, Any]:

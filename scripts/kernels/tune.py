@@ -6,7 +6,8 @@ Candidates for TPUs are ranked by the real compiler (extra `aot`), see `ratings.
 GPU at hand is measured instead. (Of a GPU's candidates the compiler can say no more than which keep to registers.) What
 decodes fastest is written to kernels_pallas/paged_attention/tuned. For prefill (`--kernel ragged`) on TPU the ranking
 is printed, to hold the rules of `block_sizes.py` against: no table beats them. On a GPU, with `--by-time`, it compares
-Triton's kernel with Mosaic's where that can run, and writes the faster one to the same table.
+Triton's kernel with Mosaic's where that can run, and writes the faster one to the same table. `--kernel product` ranks
+the tiles of XLA's own products there.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from scripts.kernels.compile_matrix import compile_for, mesh_of
 from scripts.kernels.compilers import Case, print_figures
 from scripts.kernels.figures import compile_on_tpu
 from scripts.kernels.ratings import CHIPS, PAGE_SIZE, bundles_of_turn, rate_decode, rate_ragged
-from scripts.kernels.tuning_candidates import PAGE_DTYPES, candidates, make_case, shapes
+from scripts.kernels.tuning_candidates import PAGE_DTYPES, PRODUCT_WEIGHTS, candidates, make_case, shapes
 
 # What the compiler's figures rate a choice by: how many times as long as reading, or the matrix units' work, it takes.
 RATINGS = {"decode": "times_reading", "ragged": "times_computing"}
 
+LARGEST_CACHE = 2**27  # bytes; weights that are read in turn exceed the caches of any GPU
 TOLERANCE = 0.03  # of results that differ by the rounding of weights to 8 bits
 
 
@@ -64,6 +66,32 @@ def seconds_of(case: Case) -> float:
 
     arguments = {**full_arguments(case), "k": None, "v": None}
     return device_seconds(lambda arguments: case.function(**arguments)[0], [(arguments,)]).seconds
+
+
+def seconds_of_products(shape: dict[str, Any], choice: dict[str, Any]) -> float:
+    """Returns the device's seconds for the products of PRODUCT_WEIGHTS in one tile of XLA's, weights read from memory.
+
+    Raises AssertionError if a product is wrong: each adds ones, so it is the number of inputs.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from kernels_pallas.gpu_products import ProductTile, tiled_options
+    from scripts.kernels.on_device.timer import device_seconds
+
+    def multiply(rows: Any, *weights: Any) -> list[Any]:
+        return [jnp.einsum("td,fd->tf", rows, w, preferred_element_type=jnp.float32) for w in weights]
+
+    seconds, options = 0.0, dict(tiled_options(ProductTile(**choice)))
+    for inputs, channels in PRODUCT_WEIGHTS:
+        copies = max(LARGEST_CACHE // (2 * inputs * sum(channels)), 1)
+        rows = jnp.ones((shape["rows"], inputs), jnp.bfloat16)
+        sets = [(rows, *(jnp.ones((count, inputs), jnp.bfloat16) for count in channels)) for _ in range(copies)]
+        for product in jax.jit(multiply, compiler_options=options)(*sets[0]):
+            np.testing.assert_array_equal(product, inputs)
+        seconds += device_seconds(multiply, sets, options=options).seconds
+    return seconds
 
 
 def result_of(case: Case) -> Any:
@@ -116,6 +144,9 @@ def rate_by_time(device: str, kernel: str) -> list[list[dict[str, Any]]]:
         expected = None
         for choice in candidates(device, shape):
             try:
+                if kernel == "product":
+                    rated[-1].append({**choice, "seconds": seconds_of_products(shape, choice)})
+                    continue
                 case = make_case(json.dumps([device, shape, choice]), mesh)
                 if "prefill" in choice:  # kernels of their own; the first of them has been held against NumPy
                     result = np.asarray(result_of(case))
@@ -133,8 +164,8 @@ def device_at_hand(kernel: str) -> str:
     """Returns the name of the TPU or GPU at hand; raises RuntimeError where there is none that can be tuned for."""
     import jax
 
-    from kernels_pallas.paged_attention.gpu.block_sizes import table_name
     from kernels_pallas.paged_attention.tpu.block_sizes import chip_at_hand
+    from kernels_pallas.paged_attention.tuned_tables import table_name
 
     if jax.default_backend() == "gpu":
         return table_name(jax.devices()[0].device_kind)
@@ -150,7 +181,7 @@ def device_at_hand(kernel: str) -> str:
 
 def write_table(device: str, entries: list[dict[str, Any]], ranked_by: str) -> Path:
     """Writes a device's table, with what it was made by; entries that it has for other kernels stay."""
-    from kernels_pallas.paged_attention.tuned_tables import TABLES, tuned_table
+    from kernels_pallas.paged_attention.tuned_tables import TABLES, tuned_entries
 
     versions = {"jax": importlib.metadata.version("jax")}
     if ranked_by == "compiler":
@@ -159,7 +190,7 @@ def write_table(device: str, entries: list[dict[str, Any]], ranked_by: str) -> P
     name = f"tpu_{device.removeprefix('tpu')}" if device in CHIPS else device
     head = {"device": name.partition("_")[2], "date": date, **versions, "ranked_by": ranked_by, "page_size": PAGE_SIZE}
     written = {entry["kernel"] for entry in entries}
-    kept = [entry for entry in tuned_table(name).values() if entry["kernel"] not in written]
+    kept = [entry for entry in tuned_entries(name) if entry["kernel"] not in written]
     lines = ",\n    ".join(json.dumps(entry) for entry in [*kept, *entries])
     path = TABLES / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
@@ -181,7 +212,8 @@ def compile_named(mesh: Any, dump: Path, name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", choices=CHIPS, default=list(CHIPS))
-    parser.add_argument("--kernel", choices=PAGE_DTYPES, default="decode", help="ragged is prefill")
+    kinds = (*PAGE_DTYPES, "product")
+    parser.add_argument("--kernel", choices=kinds, default="decode", help="ragged is prefill, product XLA's on a GPU")
     parser.add_argument("--by-time", action="store_true", help="measure the TPU or GPU at hand")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
@@ -189,7 +221,10 @@ def main() -> None:
     if arguments.worker:
         device, dump = arguments.worker
         return print_figures(arguments.cases, functools.partial(compile_named, mesh_of(device), Path(dump)))
-    kernel, rating = arguments.kernel, "seconds" if arguments.by_time else RATINGS[arguments.kernel]
+    kernel = arguments.kernel
+    if kernel == "product" and not arguments.by_time:
+        parser.error("--kernel product needs --by-time, and the GPU at hand")
+    rating = "seconds" if arguments.by_time else RATINGS[kernel]
     for device in [device_at_hand(kernel)] if arguments.by_time else arguments.devices:
         rated = rate_by_time(device, kernel) if arguments.by_time else rate_by_compiler(device, kernel)
         entries = []

@@ -7,11 +7,13 @@ import functools
 import jax
 import pytest
 
+from kernels_pallas.gpu_products import product_tile
 from kernels_pallas.paged_attention.gpu import prefill_choice
 from kernels_pallas.paged_attention.gpu.parts import MAX_PARTIAL_BYTES
 from kernels_pallas.paged_attention.in_blocks import DEFAULT_SIZES
 from scripts.kernels import compile_gpu
 from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for
+from scripts.kernels.figures import CUBLAS
 from tests.kernels.recorded import figures_of
 
 pytestmark = [
@@ -141,11 +143,27 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
 
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]
-    assert figures["temporary_bytes"] < 200e6
+    # cuBLASLt gives the results of gate and up in float32, 117 MB each.
+    assert figures["temporary_bytes"] < (200e6 if figures["products"].keys() != {CUBLAS} else 400e6)
     # Time of all threads, which what else the machine does cannot lengthen.
     assert max(figures["processor_seconds"], figures["lowering_seconds"]) < 60
     # Three launches per layer, and two more in a ragged batch.
     assert len(figures["kernels"]) == 32 * (3 if "decode" in name else 5)
+
+
+def test_few_rows_are_multiplied_in_the_tile_of_our_table_and_many_by_cublaslt_and_neither_spills():
+    steps = compiled_beginning_with("bucket") | compiled_beginning_with("step")
+
+    for num_rows in BUCKET_ROWS:
+        tile = product_tile("NVIDIA H200", 9.0, num_rows, 2)
+        sides = {f"{tile.block_m}x{tile.block_n}", f"{tile.block_n}x{tile.block_m}"}
+        expected = {f"{side}x{tile.block_k}x{tile.num_stages}" for side in sides}
+        for name in ("decode", "plain loop", "filtered loop") if num_rows > 1 else ():
+            assert steps[f"bucket {name} {num_rows}"]["products"].keys() <= expected, (name, num_rows)
+            assert sum(steps[f"bucket {name} {num_rows}"]["products"].values()) == 113
+    # q, k, v, o, gate, up and down of 32 layers, and the unembedding.
+    assert steps["step prefill"]["products"] == {CUBLAS: 7 * 32 + 1}
+    assert {name: figures["spilling"] for name, figures in steps.items() if figures["spilling"]} == {}
 
 
 @pytest.mark.parametrize("num_rows", BUCKET_ROWS)

@@ -141,4 +141,7 @@ class HeadDrafter(DeviceDrafter):
     def _compile(self, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
         attention, mesh = self._target.engine_config.attention, self._target.placement.mesh
         statics = {"paths": self._paths, "implementation": attention, "mesh": mesh}
-        return compile_or_load(draft_from_states, self._target.params, self._heads, *inputs, **statics)
+        num_rows = inputs[0].shape[0] * self._heads.window
+        return compile_or_load(
+            draft_from_states, self._target.params, self._heads, *inputs, num_rows=num_rows, **statics
+        )

@@ -53,11 +53,11 @@ class DraftSteps:
             mesh=target.placement.mesh,
         )
 
-        def compiled(arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-            return compile_or_load(draft_step, params, cache, *arguments, options=options)
+        def compiled(shape: Shape, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+            return compile_or_load(draft_step, params, cache, *arguments, num_rows=max(shape), options=options)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
-            self._compiled = dict(zip(self.shapes, pool.map(compiled, inputs), strict=True))
+            self._compiled = dict(zip(self.shapes, pool.map(compiled, self.shapes, inputs), strict=True))
         self.step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
 
     def run(

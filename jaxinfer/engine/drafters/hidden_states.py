@@ -72,7 +72,7 @@ class StateWindows:
         for size in sizes:
             states = placement.replicated(jax.ShapeDtypeStruct((size, state_size), dtype))
             arguments = (self._windows, states, placement.replicated(self._sources), self._reduction)
-            self._compiled[size] = compile_or_load(enter, *arguments)
+            self._compiled[size] = compile_or_load(enter, *arguments, num_rows=size)
         # The buffer before and after an update, and the noted states.
         most = jax.ShapeDtypeStruct((self._most_noted + sizes[-1], state_size), dtype)
         self.num_bytes = 2 * num_bytes(self._windows) + num_bytes(most)

@@ -16,13 +16,15 @@ import pickle
 import platform
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import config as jax_config
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.backend import get_backend
@@ -31,6 +33,7 @@ from jax.sharding import NamedSharding
 from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, try_lock, write_checked
 from jaxinfer.device import COMPILATION_CACHE
 from jaxinfer.source_digest import source_digest
+from kernels_pallas.gpu_products import PASSES, compiler_options
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +55,16 @@ _FAILURES = (
 _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 
-def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
+def compile_or_load(function: Any, *args: Any, num_rows: int = 1, **statics: Any) -> jax.stages.Compiled:
     """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package, from disk if cached.
 
-    Always compiles if options have logits processors of the user (`custom`), because no key shows their changes.
+    `num_rows`: the most rows of its products, by which a GPU multiplies. Always compiles if options have logits
+    processors of the user (`custom`), because no key shows their changes.
     """
-    folder = cache_folder()
+    folder, options = cache_folder(), compiler_options(num_rows, _itemsize(args))
     if folder is None or _has_custom(statics) or jax.process_count() > 1:
-        return _compile(function, args, statics)
-    path, devices = folder / f"jaxinfer-{_key(function, args, statics)}", _devices(args)
+        return _compile(function, args, statics, options)
+    path, devices = folder / f"jaxinfer-{_key(function, args, statics, options)}", _devices(args)
     found = _inode(path)
     if (loaded := _load(path, devices)) is not None:
         return loaded
@@ -68,7 +72,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
         if _inode(path) != found and (loaded := _load(path, devices)) is not None:  # another has just written it
             return loaded
         with _no_jax_entry():
-            compiled = _compile(function, args, statics, without=[_no_pass()])
+            compiled = _compile(function, args, statics, options, without=[_no_pass()])
         try:
             _keep(path, pickle.dumps(serialize(compiled)))
         except _FAILURES as error:
@@ -185,21 +189,35 @@ def _no_pass() -> str:
     return f"no-pass-{os.urandom(8).hex()}"
 
 
-def _compiler_options(without: Sequence[str]) -> dict[str, str]:
-    """Returns the options of a compilation that leaves out passes of XLA, beside those of XLA_FLAGS.
+def _itemsize(args: Sequence[Any]) -> int:
+    """Returns the bytes of a number of the floating point type of most arguments' bytes: that of the weights."""
+    sizes = Counter[int]()
+    for leaf in jax.tree.leaves(args):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            sizes[leaf.dtype.itemsize] += leaf.dtype.itemsize * leaf.size
+    return max(sizes, key=lambda size: sizes[size], default=4)
 
-    On GPU it leaves out rematerialization, which computes again what memory seems to lack. XLA counts pages as memory
-    that steps need. If they take more than 80 % of the device, it would compute a decode step of 463 kernels by 603.
+
+def _beside_flags(options: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    """Returns the options of a compilation that leaves out further passes; those in XLA_FLAGS stay as they are there.
+
+    Passes are left out in addition to those of XLA_FLAGS.
     """
-    flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    passes = [*flags[-1:], *(["rematerialization"] if jax.default_backend() == "gpu" else []), *without]
-    return {"xla_disable_hlo_passes": ",".join(passes)} if passes else {}
+    flags = dict(re.findall(r"--(xla_\w+)(?:=(\S+))?", os.environ.get("XLA_FLAGS", "")))
+    kept = {name: value for name, value in options.items() if name not in flags}
+    lists = (flags.get(PASSES), options.get(PASSES), *without)
+    passes = ",".join(names for names in lists if names)
+    return kept | ({PASSES: passes} if passes else {})
 
 
 def _compile(
-    function: Any, args: Sequence[Any], statics: dict[str, Any], without: Sequence[str] = ()
+    function: Any,
+    args: Sequence[Any],
+    statics: dict[str, Any],
+    options: Mapping[str, Any],
+    without: Sequence[str] = (),
 ) -> jax.stages.Compiled:
-    compiled = function.lower(*args, **statics).compile(compiler_options=_compiler_options(without))
+    compiled = function.lower(*args, **statics).compile(compiler_options=_beside_flags(options, without))
     # Otherwise JAX keeps all traces and executables until the process ends: thousands of memory maps per engine.
     function.clear_cache()
     return compiled
@@ -245,12 +263,13 @@ def _is_private(path: Path) -> bool:
     return os.name == "nt" or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
 
 
-def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:
+def _key(function: Any, args: Sequence[Any], statics: dict[str, Any], options: Mapping[str, Any]) -> str:
     leaves, structure = jax.tree.flatten(args)
     parts = [
         source_digest(function, args, statics.values(), compiler=__name__),
         _surroundings(),
         *_options(),
+        repr(sorted(options.items())),
         _name(function),
         *(f"{name} {_name(value)}" for name, value in sorted(statics.items())),
         str(structure),

@@ -137,7 +137,7 @@ class StepCompiler:
         """Compiles a shape for a cache of this configuration, or loads its executable from disk."""
         began = time.perf_counter()
         function, arguments, statics = self._call(cache_config, bucket)
-        compiled = compile_or_load(function, *arguments, **statics)
+        compiled = compile_or_load(function, *arguments, num_rows=bucket.num_tokens, **statics)
         self.seconds[bucket] = time.perf_counter() - began
         logger.info("%s is ready after %.1f s", bucket.name, self.seconds[bucket])
         return compiled

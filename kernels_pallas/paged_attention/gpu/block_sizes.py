@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
-from kernels_pallas.paged_attention.tuned_tables import tuned_table
+from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_table
 from kernels_pallas.triton import Target, require_block_sizes
 
 # By Little's law 4.8 TB/s for 1 µs need 36 KB in flight on each of 132 multiprocessors. A program of the decode kernel
@@ -103,8 +102,3 @@ def added_parts(num_programs: int, head_tiles: int) -> int:
 def heads_of_tile(group: int, block_m: int) -> int:
     """Returns how many of the query heads of a KV head share a tile: all of them if they fit."""
     return max(n for n in range(1, min(group, block_m) + 1) if group % n == 0)
-
-
-def table_name(kind: str) -> str:
-    """Returns the name of a device's table: "NVIDIA H200" -> "gpu_nvidia_h200"."""
-    return "gpu_" + re.sub("[^a-z0-9]+", "_", kind.lower())

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 import jax
 
-from kernels_pallas.paged_attention.gpu.block_sizes import table_name
 from kernels_pallas.paged_attention.layout import Pages
-from kernels_pallas.paged_attention.tuned_tables import tuned_table
+from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_table
 from kernels_pallas.triton import Target
 
 PREFILL_KERNELS = ("triton", "mosaic")

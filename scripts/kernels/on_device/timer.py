@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,21 +28,28 @@ class Timed(NamedTuple):
     note: str = ""  # the reason why the profiler did not
 
 
-def device_seconds(function: Callable, argument_sets: Sequence[Arguments], *, repeats: int = REPEATS) -> Timed:
-    """Returns the median seconds of one call of a pure function.
+def device_seconds(
+    function: Callable,
+    argument_sets: Sequence[Arguments],
+    *,
+    repeats: int = REPEATS,
+    options: Mapping[str, Any] | None = None,
+) -> Timed:
+    """Returns the median seconds of one call of a pure function, compiled with these options of XLA.
 
     Each round calls it once for each of `argument_sets`. If these together exceed the caches, each call reads from
     memory. Raises the function's own errors.
     """
+    options = None if options is None else dict(options)
     refusal = ""
     if profile := PROFILERS.get(jax.default_backend()):
-        call_all = jax.jit(lambda sets: [function(*arguments) for arguments in sets])
+        call_all = jax.jit(lambda sets: [function(*arguments) for arguments in sets], compiler_options=options)
         jax.block_until_ready(call_all(argument_sets))
         try:
             return Timed(profile(call_all, argument_sets, repeats) / len(argument_sets), "trace")
         except Exception as error:  # the loop needs nothing of the driver
             refusal = f"trace: {type(error).__name__}: {str(error)[:80]}"
-    return Timed(_by_loop(function, argument_sets, repeats) / len(argument_sets), "loop", refusal)
+    return Timed(_by_loop(function, argument_sets, repeats, options) / len(argument_sets), "loop", refusal)
 
 
 def _by_trace(function: Callable, argument: Any, repeats: int) -> float:
@@ -92,9 +99,11 @@ def busy_seconds_of(planes: Iterable[Any]) -> float:
     return covered / 1e9
 
 
-def _by_loop(function: Callable, argument_sets: Sequence[Arguments], repeats: int) -> float:
+def _by_loop(
+    function: Callable, argument_sets: Sequence[Arguments], repeats: int, options: dict[str, Any] | None
+) -> float:
     """Returns the least time of a round among three runs of the loop, the launch of the loop included."""
-    program = loop_of(function, repeats)
+    program = loop_of(function, repeats, options)
     zero = program(argument_sets, jnp.int32(0)).block_until_ready()
     times = []
     for _ in range(3):
@@ -104,7 +113,7 @@ def _by_loop(function: Callable, argument_sets: Sequence[Arguments], repeats: in
     return min(times)
 
 
-def loop_of(function: Callable, repeats: int) -> Any:
+def loop_of(function: Callable, repeats: int, options: dict[str, Any] | None = None) -> Any:
     """Returns a jitted (argument_sets, i32 zero) -> i32 zero, which calls the function `repeats` times for each set."""
 
     def run(argument_sets: Sequence[Arguments], zero: jax.Array) -> jax.Array:
@@ -116,7 +125,7 @@ def loop_of(function: Callable, repeats: int) -> Any:
         # A constant number of rounds lets a GPU run the loop without the host.
         return jax.lax.fori_loop(0, repeats, run_round, zero)
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=options)
 
 
 def _after(arguments: Arguments, zero: jax.Array) -> Arguments:

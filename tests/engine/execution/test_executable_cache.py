@@ -22,6 +22,7 @@ import pytest
 from jaxinfer.engine.execution import executable_cache
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.steps.steps import StepOptions
+from kernels_pallas.gpu_products import PASSES
 from tests.on_devices import with_devices
 from tests.replay import SMALL_MODEL
 
@@ -520,24 +521,58 @@ def test_executables_for_several_devices_and_for_one_that_is_not_the_first_come_
     assert len(kept(tmp_path)) == 2
 
 
+class Compiling:
+    """A jitted function that keeps the options with which it is compiled."""
+
+    def __init__(self):
+        self.options = []
+
+    def lower(self):
+        return self
+
+    def compile(self, compiler_options):
+        self.options.append(compiler_options)
+
+    def clear_cache(self):
+        pass
+
+
 @pytest.mark.parametrize("flags", ["", "--xla_disable_hlo_passes=cse"])
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_on_gpu_xla_rematerializes_nothing(backend, flags, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+def test_passes_are_left_out_beside_those_of_the_users_flags(flags, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    options = []
+    function = Compiling()
 
-    class Function:
-        def lower(self):
-            return self
+    executable_cache._compile(function, (), {}, {PASSES: "rematerialization"}, without=["other"])
 
-        def compile(self, compiler_options):
-            options.append(compiler_options)
+    passes = [*(["cse"] if flags else []), "rematerialization", "other"]
+    assert function.options == [{PASSES: ",".join(passes)}]
 
-        def clear_cache(self):
-            pass
 
-    executable_cache._compile(Function(), (), {}, without=["other"])
+def test_an_option_that_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_dump_to=/tmp/elsewhere")
+    function = Compiling()
 
-    passes = [*(["cse"] if flags else []), *(["rematerialization"] if backend == "gpu" else []), "other"]
-    assert options == [{"xla_disable_hlo_passes": ",".join(passes)}]
+    executable_cache._compile(function, (), {}, {"xla_gpu_autotune_level": 0, "xla_gpu_cublas_fallback": False})
+
+    assert function.options == [{"xla_gpu_cublas_fallback": False}]
+
+
+def test_a_gpus_options_follow_the_rows_and_the_weights_and_are_in_the_key(folder, monkeypatch):
+    asked, compiled, compile_now = [], [], executable_cache._compile
+
+    def compiler_options(num_rows, itemsize):
+        asked.append((num_rows, itemsize))
+        return {PASSES: f"none-for-{num_rows}"}
+
+    monkeypatch.setattr(executable_cache, "compiler_options", compiler_options)
+    compile_now = executable_cache._compile
+    monkeypatch.setattr(
+        executable_cache, "_compile", lambda *args, **kwargs: compiled.append(1) or compile_now(*args, **kwargs)
+    )
+
+    for num_rows in (8, 64, 8):
+        compile_or_load(advance, jnp.zeros(6), X, num_rows=num_rows)
+    compile_or_load(jax.jit(jax.tree.leaves), {"weights": jnp.zeros((8, 8), jnp.bfloat16), "scale": jnp.zeros(8)})
+
+    assert asked == [(8, 4), (64, 4), (8, 4), (1, 2)]
+    assert len(compiled) == 3

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention import abstract_pages, tuned_tables
-from kernels_pallas.paged_attention.gpu.block_sizes import gpu_block_sizes, table_name
+from kernels_pallas.paged_attention.gpu.block_sizes import gpu_block_sizes
 from kernels_pallas.paged_attention.tpu.block_sizes import (
     INTERPRETED_BUFFERS,
     MAX_HELD_BYTES,
@@ -26,7 +26,7 @@ from kernels_pallas.paged_attention.tpu.block_sizes import (
     decode_blocks,
     ragged_blocks,
 )
-from kernels_pallas.paged_attention.tuned_tables import KEYS, TABLES, tuned_table
+from kernels_pallas.paged_attention.tuned_tables import KEYS, TABLES, table_name, tuned_table
 from kernels_pallas.triton import Target
 from scripts.kernels import compile_gpu, compile_matrix, ratings, tune, tuning_candidates
 

@@ -1,0 +1,94 @@
+"""How XLA multiplies on a GPU: few rows by Triton in a tile of ours, many by cuBLASLt, and nothing is measured.
+
+By default XLA compiles 25 candidates for each product and measures them on the device. On an H200 that took most of a
+start, and programs differed from start to start. With these options of a compilation a program depends on the kind of
+GPU alone, so one that is compiled elsewhere, or while the device serves, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kernels_pallas.device import AMPERE, device_at_hand
+from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_products
+
+# Rows up to which a product waits for its weights. More rows are left to cuBLASLt: on an H200 a plain product of 2,048
+# rows reached 840 TFLOP/s by it, and those of a step in Triton's tiles 558 (jax 0.11.2).
+MAX_TILED_ROWS = 256
+HOPPER = 9.0
+# Shared memory of a program in bytes, by the least compute capability that has it, highest first.
+SHARED_BYTES = {12.0: 101_376, HOPPER: 232_448, 8.6: 101_376, AMPERE: 166_912}
+# XLA joins up to three products of the same rows, and then holds a block of each one's operands.
+JOINED = 3
+NUM_STAGES = 4
+PASSES = "xla_disable_hlo_passes"
+# On any GPU nothing is measured, nor computed again to save memory: XLA counts pages as memory that steps need. If they
+# take more than 80 % of the device, it would compute a decode step of 463 kernels by 603.
+UNTUNED: Mapping[str, Any] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+    PASSES: "rematerialization",
+}
+
+
+class ProductTile(NamedTuple):
+    """A tile of XLA's Triton products, by XLA's names; it decides itself whether m or n counts the rows."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int  # blocks of operands under way, the one in use included
+    num_warps: int
+
+
+def product_tile(kind: str, capability: float, num_rows: int, itemsize: int) -> ProductTile:
+    """Returns the tile for products of up to `num_rows` rows, at most MAX_TILED_ROWS, on a GPU since Ampere.
+
+    It is that of the device's table if there is one, else by rules: the longest block of inputs of which three fit into
+    shared memory. `itemsize`: bytes of an element of the weights.
+    """
+    if (tuned := tuned_products(table_name(kind)).get((rows_of_table(num_rows), itemsize))) is not None:
+        return ProductTile(*(tuned[name] for name in ProductTile._fields))
+    block_m, block_n = (64, 16) if num_rows <= 16 else (64, 64) if num_rows <= 64 else (128, 64)
+    block_k = 128
+    while block_k > 16 and fitting_stages(capability, block_m, block_n, block_k, itemsize) < 3:
+        block_k //= 2
+    stages = fitting_stages(capability, block_m, block_n, block_k, itemsize)
+    return ProductTile(block_m, block_n, block_k, max(min(stages, NUM_STAGES), 1), 4)
+
+
+def rows_of_table(num_rows: int) -> int:
+    """Returns the rows by which a table has a tile: 16, 64 or MAX_TILED_ROWS."""
+    return next(rows for rows in (16, 64, MAX_TILED_ROWS) if num_rows <= rows)
+
+
+def fitting_stages(capability: float, block_m: int, block_n: int, block_k: int, itemsize: int) -> int:
+    """Returns the most stages of a tile for which shared memory has room, with JOINED products in one program."""
+    shared = next(size for least, size in SHARED_BYTES.items() if capability >= least)
+    stages = shared // (JOINED * (block_m + block_n) * block_k * itemsize)
+    return stages if capability >= HOPPER else stages + 1  # before, the block in use has left shared memory
+
+
+def compiler_options(num_rows: int, itemsize: int) -> Mapping[str, Any]:
+    """Returns the options of XLA to compile a function with, {} unless it is for a GPU.
+
+    Args:
+      num_rows: most rows of the function's products.
+      itemsize: bytes of an element of its weights.
+    """
+    device = device_at_hand()
+    if device.platform != "gpu":
+        return {}
+    if device.capability is None or device.is_before_ampere:  # XLA compiles no products by Triton there
+        return UNTUNED
+    if num_rows > MAX_TILED_ROWS:  # cuBLASLt would get joined products only after a copy of their weights
+        passes = f"{UNTUNED[PASSES]},dot-merger"
+        return {**UNTUNED, "xla_gpu_enable_triton_gemm": False, PASSES: passes}
+    return tiled_options(product_tile(device.kind, device.capability, num_rows, itemsize))
+
+
+def tiled_options(tile: ProductTile) -> Mapping[str, Any]:
+    """Returns the options by which XLA computes every product of a function in this tile."""
+    text = " ".join(f"{name}:{value}" for name, value in (*tile._asdict().items(), ("num_ctas", 1)))
+    return {**UNTUNED, "xla_gpu_override_gemm_autotuner": text, "xla_gpu_cublas_fallback": False}
