@@ -43,7 +43,7 @@ def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, 
     greedy = _most_probable(logits)
 
     def draw() -> jax.Array:
-        return _drawn(perturb(logits, sampling, positions, form=form), greedy, sampling)
+        return _drawn(perturb(logits, sampling, positions, form=form), greedy, sampling, form)
 
     return _if_used(draw, lambda: greedy, sampling, form)
 
@@ -59,7 +59,7 @@ def sample_with_log_probs(
 
     def draw() -> tuple[jax.Array, jax.Array]:
         kept = keep(logits, sampling, form=form)
-        tokens = _drawn(kept + _noise(sampling, positions, logits.shape[1]), greedy, sampling)
+        tokens = _drawn(kept + _noise(sampling, positions, logits.shape[1]), greedy, sampling, form)
         chosen, log_total = chosen_logits(kept, jnp.maximum(tokens, 0))
         return tokens, jnp.where(sampling.temperature > 0, chosen - log_total, 0.0)
 
@@ -73,8 +73,12 @@ def _most_probable(logits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
 
 
-def _drawn(perturbed: jax.Array, greedy: jax.Array, sampling: SamplingBatch) -> jax.Array:
+def _drawn(perturbed: jax.Array, greedy: jax.Array, sampling: SamplingBatch, form: Form) -> jax.Array:
     """Returns the token i32[B] of each row: the greatest of `perturb`, or `greedy` if the row draws none."""
+    if form == "full":
+        # For a v6e, noise of 64 rows of 151,936 tokens in one operation with the argmax takes 5.8 s to compile, apart
+        # from it 2.5 s (libtpu 0.0.42.1). The other forms, which draw most tokens, do not write the noise to memory.
+        perturbed = jax.lax.platform_dependent(perturbed, tpu=jax.lax.optimization_barrier, default=lambda x: x)
     drawn = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
     return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
 
@@ -219,20 +223,39 @@ def _bisect(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Arr
     """Returns the largest value t of each row so that the weights of values >= t add up to `wanted` f32[B]; else the
     least value. values and weights: f32[B, V].
 
-    A CPU finds the threshold bit by bit. Other devices find four bits at a time, in a quarter of the launches.
+    A CPU finds the threshold bit by bit. Other devices find four bits at a time, in a quarter of the launches; a TPU
+    in a loop, a GPU without one, for its host launches each turn.
     """
     keys = _ordered_bits(values)
     bit_by_bit, by_digits = (partial(_highest_enough, num_bits=num_bits) for num_bits in (1, 4))
-    threshold = jax.lax.platform_dependent(keys, weights, wanted, cpu=bit_by_bit, default=by_digits)
+    forms = {"cpu": bit_by_bit, "tpu": by_digits, "default": partial(_highest_enough_unrolled, num_bits=4)}
+    threshold = jax.lax.platform_dependent(keys, weights, wanted, **forms)
     # From the bit pattern back to the value: the smallest that the threshold lets through.
     return jnp.where(keys >= threshold[:, None], values, jnp.inf).min(-1)
 
 
 def _highest_enough(keys: jax.Array, weights: jax.Array, wanted: jax.Array, *, num_bits: int) -> jax.Array:
-    """Returns the largest u32[B] so that the weights f32[B, V] of keys u32[B, V] at or above it add up to `wanted`.
+    """Returns the largest u32[B] so that the weights f32[B, V] of keys u32[B, V] at or above it add up to `wanted`."""
+    set_digit = _setter_of_digits(keys, weights, wanted, num_bits)
+    return jax.lax.fori_loop(0, 32 // num_bits, set_digit, jnp.zeros(keys.shape[:1], jnp.uint32))
 
-    Finds `num_bits` bits at a time: the sums of all digits come from one pass over the row, and the number of them that
-    are enough is the digit, for a higher digit never adds more weights.
+
+def _highest_enough_unrolled(keys: jax.Array, weights: jax.Array, wanted: jax.Array, *, num_bits: int) -> jax.Array:
+    """`_highest_enough` without a loop."""
+    set_digit = _setter_of_digits(keys, weights, wanted, num_bits)
+    threshold = jnp.zeros(keys.shape[:1], jnp.uint32)
+    for i in range(32 // num_bits):
+        threshold = set_digit(i, threshold)
+    return threshold
+
+
+def _setter_of_digits(
+    keys: jax.Array, weights: jax.Array, wanted: jax.Array, num_bits: int
+) -> Callable[[jax.Array | int, jax.Array], jax.Array]:
+    """Returns the function (i, threshold u32[B]) -> threshold with digit i, counted from the highest, of `num_bits`.
+
+    The sums of all digits come from one pass over the row, and the number of them that are enough is the digit, for a
+    higher digit never adds more weights.
     """
 
     def set_digit(i: jax.Array | int, threshold: jax.Array) -> jax.Array:
@@ -242,12 +265,7 @@ def _highest_enough(keys: jax.Array, weights: jax.Array, wanted: jax.Array, *, n
         are_enough = row_sum(jnp.where(is_above, weights[:, None], 0.0)) >= wanted[:, None]
         return threshold | (are_enough.sum(-1, dtype=jnp.uint32) << shift)
 
-    threshold = jnp.zeros(keys.shape[:1], jnp.uint32)
-    if num_bits == 1:
-        return jax.lax.fori_loop(0, 32, set_digit, threshold)
-    for i in range(32 // num_bits):  # the host of a GPU launches each turn of a loop
-        threshold = set_digit(i, threshold)
-    return threshold
+    return set_digit
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
