@@ -5,7 +5,7 @@
 Needs the extra `aot` (libtpu). Every device compiles in a process of its own, for a fatal compiler error ends one.
 It prints for each case:
 
-* bytes beside arguments and results, and whether the cache is updated in place,
+* bytes beside arguments and results, and whether the cache is updated in place; of a draw also those of its code,
 * the operations of a whole step that write a copy of a weight,
 * seconds to lower and compile, by the clock and of all threads together,
 * from the compiler's final schedule: the bundles of the kernel's largest loop (a bundle is the instructions of one
@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -182,6 +183,31 @@ def product_case(
     return Case(jax.jit(quantized_matmul), on_mesh(arguments, mesh), kernels=("quantized_matmul",))
 
 
+def full_draw_case(mesh: Any, *, num_rows: int = 64, vocab_size: int = 151936, context: int = 40960) -> Case:
+    """A draw in the full form, with the vocabulary and the longest context of Qwen3-0.6B."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxinfer.checkpoint.published import published_config
+    from jaxinfer.config import CacheConfig
+    from jaxinfer.model.batch import lay_out_batch
+    from jaxinfer.model.cache import abstract_cache
+    from jaxinfer.sampling.batch import make_sampling
+    from jaxinfer.steps.steps import StepOptions, draw_step
+
+    config, page_size = published_config("Qwen3-0.6B"), 128
+    cache = CacheConfig(num_pages=512, page_size=page_size, dtype="bfloat16")
+    sizes = {"num_tokens": num_rows, "num_rows": num_rows, "table_width": context // page_size}
+    arguments = {
+        "cache": abstract_cache(config, cache, "tpu"),
+        "batch": lay_out_batch([], page_size=page_size, **sizes),
+        "sampling": make_sampling([], num_rows=num_rows, vocab_size=vocab_size),
+        "logits": jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32),
+    }
+    draw = functools.partial(draw_step, options=StepOptions(config=config, max_log_probs=20))
+    return Case(jax.jit(draw), on_mesh(arguments, mesh))
+
+
 # 32 rows with contexts up to 8,192; prefill computes 512 tokens. The pages fill the memory beside the weights: 512
 # of 128 tokens on a chip of 32 GB, 256 beside 8-bit weights on one of 16 GB.
 tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
@@ -249,8 +275,10 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
     "step prefill int4 weights": functools.partial(prefill_step, quantization="int4", num_pages=256),
     "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),
+    "draw step full": full_draw_case,
 }
-KERNEL_CASES = tuple(name for name in CASES if not name.startswith("step"))
+KERNEL_CASES = tuple(name for name in CASES if "step" not in name.split())
+DRAW_CASES = ("draw step full",)
 
 
 def can_compile() -> bool:
@@ -269,6 +297,23 @@ def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> di
 def lower_for(device: str, cases: Iterable[str], script: str = __file__) -> dict[str, dict[str, Any]]:
     """Lowers cases for a device, as `compile_for` compiles them; returns each one's `lower_case`, or {"error": …}."""
     return _in_process(script, device, cases, "--lower")
+
+
+def compile_draw(mesh: Any, make_case: Callable[[Any], Case]) -> dict[str, Any]:
+    """Returns the bytes of the code and of the temporaries of a draw, and the seconds to lower and compile it."""
+    import jax
+
+    start, used = time.perf_counter(), sum(os.times()[:4])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = make_case(mesh)
+        lowered = case.function.lower(**case.arguments)
+    memory = lowered.compile().memory_analysis()
+    return {
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "seconds": round(time.perf_counter() - start, 1),
+        "processor_seconds": round(sum(os.times()[:4]) - used, 1),
+    }
 
 
 def lower_on_tpu(mesh: Any, dump: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
@@ -302,11 +347,18 @@ def main() -> None:
     if arguments.worker:
         device, dump = arguments.worker
         mesh = mesh_of(device)
-        look = functools.partial(*(lower_on_tpu, mesh, dump) if arguments.lower else (compile_on_tpu, mesh, Path(dump)))
-        return print_figures(arguments.cases, lambda name: look(CASES[name]))
+
+        def look(name: str) -> dict[str, Any]:
+            if arguments.lower:
+                return lower_on_tpu(mesh, dump, CASES[name])
+            if name in DRAW_CASES:
+                return compile_draw(mesh, CASES[name])
+            return compile_on_tpu(mesh, Path(dump), CASES[name])
+
+        return print_figures(arguments.cases, look)
     if not can_compile():
         sys.exit('libtpu is not installed: pip install "jaxinfer[aot]"')
-    memory = ("temporary_bytes", "in_place", "copied_weights", "seconds", "processor_seconds")
+    memory = ("code_bytes", "temporary_bytes", "in_place", "copied_weights", "seconds", "processor_seconds")
     columns = (*memory, "bundles", "inner_bundles", "kernel_bundles", "spills", "inner_spills")
     if not arguments.json:
         print(f"{'device':8}{'case':28}" + "".join(f"{column:>18}" for column in columns))
