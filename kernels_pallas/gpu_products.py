@@ -7,8 +7,11 @@ GPU alone, so one that is compiled elsewhere, or while the device serves, is the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import jax
 
 from kernels_pallas.device import AMPERE, device_at_hand
 from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_products
@@ -75,17 +78,28 @@ def compiler_options(num_rows: int, itemsize: int) -> Mapping[str, Any]:
 
     Args:
       num_rows: most rows of the function's products.
-      itemsize: bytes of an element of its weights.
+      itemsize: bytes of an element of most of its weights, 1 if they are packed.
     """
     device = device_at_hand()
     if device.platform != "gpu":
         return {}
     if device.capability is None or device.is_before_ampere:  # XLA compiles no products by Triton there
         return UNTUNED
-    if num_rows > MAX_TILED_ROWS:  # cuBLASLt would get joined products only after a copy of their weights
+    # cuBLASLt reads weights as they are, neither packed nor joined: XLA would write a copy of 1 GB of Llama 3 8B's int8
+    # unembedding for it.
+    if num_rows > MAX_TILED_ROWS and itemsize > 1:
         passes = f"{UNTUNED[PASSES]},dot-merger"
         return {**UNTUNED, "xla_gpu_enable_triton_gemm": False, PASSES: passes}
-    return tiled_options(product_tile(device.kind, device.capability, num_rows, itemsize))
+    rows = min(num_rows, MAX_TILED_ROWS)
+    return tiled_options(product_tile(device.kind, device.capability, rows, max(itemsize, 2)))
+
+
+def weight_itemsize(weights: Any) -> int:
+    """Returns the bytes of an element of the type that most bytes of a tree of weights have, for `compiler_options`."""
+    sizes = Counter[Any]()
+    for leaf in jax.tree.leaves(weights):
+        sizes[leaf.dtype] += leaf.dtype.itemsize * leaf.size
+    return max(sizes, key=lambda dtype: sizes[dtype]).itemsize if sizes else 4
 
 
 def tiled_options(tile: ProductTile) -> Mapping[str, Any]:

@@ -36,6 +36,7 @@ from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
 from jaxinfer.steps.steps import StepOptions
 from kernels_pallas import gpu_compiler
+from kernels_pallas.gpu_products import weight_itemsize
 
 ROOT = Path(__file__).resolve().parents[2]
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
@@ -215,7 +216,7 @@ def _compile(task: CompileTask, device: str, mesh: Mesh, options: Mapping[str, A
         if task.platform == "tpu":
             program = function.lower(**arguments).compile()
     if task.platform == "gpu":
-        sizes = {"num_rows": options["num_tokens"], "itemsize": np.dtype(options.get("dtype", "bfloat16")).itemsize}
+        sizes = {"num_rows": options["num_tokens"], "itemsize": weight_itemsize(arguments["params"])}
         program = gpu_compiler.compile_for(device, mesh, function, arguments, **sizes).program
     memory = program.memory_analysis()
     assert memory is not None

@@ -142,7 +142,8 @@ def product(
     is_fused = group_size == D or rows > MAX_ROWS
     kernels = () if is_plain or is_fused else ("quantized_matmul",)
     arguments = on_mesh({"x": x, "weights": weights, "scales": scales, "zeros": zeros}, mesh)
-    return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels, num_rows=rows)
+    function = jax.jit(plain if is_plain else quantized_matmul)
+    return Case(function, arguments, kernels=kernels, num_rows=rows, itemsize=1)
 
 
 def experts(
@@ -182,7 +183,7 @@ def experts(
         arguments["zeros"] = shape((E, F, D // group_size // 2), jnp.int8)
     multiply = functools.partial(grouped_matmul, implementation="reference") if is_plain else grouped_matmul
     kernels = () if is_plain else ("grouped_matmul",)
-    itemsize = 4 if dtype == "float32" else 2
+    itemsize = arguments["weights"].dtype.itemsize
     return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=kernels, num_rows=rows, itemsize=itemsize)
 
 

@@ -21,8 +21,8 @@ class Case(NamedTuple):
     arguments: dict[str, Any]
     cache: Any = None
     kernels: tuple[str, ...] = ()
-    num_rows: int = 1  # of its products, and the bytes of an element of its weights
-    itemsize: int = 2
+    num_rows: int = 1  # of its products
+    itemsize: int = 2  # bytes of an element of its weights, 1 if they are packed
 
 
 def axes_of(device: str) -> tuple[str, dict[str, int]]:
@@ -56,14 +56,15 @@ def step_case(
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import CacheConfig
     from jaxinfer.plan.compiler import step_call
+    from kernels_pallas.gpu_products import weight_itemsize
 
     cache = CacheConfig(num_pages=num_pages, num_bounded_pages=num_bounded_pages, page_size=page_size, dtype=dtype)
     config = published_config(model)
     if checkpoint is not None:
         options["params"], config = abstract_checkpoint(checkpoint, dtype, mesh=mesh)
     function, arguments = step_call(mesh, config, layout=layout, cache=cache, dtype=dtype, **options)
-    itemsize = 4 if dtype == "float32" else 2
-    return Case(function, arguments, arguments["cache"], kernels, options["num_tokens"], itemsize)
+    sizes = options["num_tokens"], weight_itemsize(arguments["params"])
+    return Case(function, arguments, arguments["cache"], kernels, *sizes)
 
 
 def on_mesh(tree: Any, mesh: Any) -> Any:

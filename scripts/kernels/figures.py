@@ -36,8 +36,10 @@ def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, A
         launches = (*compiled.launches, *gpu_compiler.mosaic_launches(Path(folder)))
     compiled = dataclasses.replace(compiled, launches=launches)
     gpu, text = gpu_compiler.GPUS[device], compiled.program.as_text() or ""
+    copied = {"copied_weights": copied_weights(text, case.arguments["params"])} if "params" in case.arguments else {}
     return {
         **memory_figures(compiled.program, case.cache),
+        **copied,
         "num_launches": len(compiled.launches) + products(text).get(CUBLAS, 0),
         "spilling": sorted({launch.name for launch in compiled.launches if launch.spill_bytes}),
         "products": products(text),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from kernels_pallas import gpu_products
 from kernels_pallas.device import Device
 from kernels_pallas.gpu_compiler import GPUS
-from kernels_pallas.gpu_products import PASSES, UNTUNED, compiler_options, product_tile
+from kernels_pallas.gpu_products import PASSES, UNTUNED, compiler_options, product_tile, weight_itemsize
 from kernels_pallas.paged_attention import tuned_tables
 from scripts.kernels import tune, tuning_candidates
 from scripts.kernels.figures import products
@@ -54,6 +55,20 @@ def test_on_a_gpu_nothing_is_measured_at_any_number_of_rows(monkeypatch, num_row
     assert options.get("xla_gpu_enable_triton_gemm", True) == is_tiled
     # Joined products would make cuBLASLt's weights copies.
     assert options[PASSES].split(",") == ["rematerialization", *([] if is_tiled else ["dot-merger"])]
+
+
+def test_packed_weights_stay_with_triton_at_any_number_of_rows(monkeypatch):
+    compile_on(monkeypatch, "NVIDIA H200", 9.0)
+
+    assert compiler_options(2048, 1) == compiler_options(256, 1) == compiler_options(256, 2)
+
+
+def test_the_type_of_weights_is_that_of_most_bytes():
+    matrix, vector = jnp.zeros((64, 8), jnp.int8), jnp.zeros(64, jnp.float32)
+
+    assert weight_itemsize({"packed": matrix, "scales": vector}) == 1
+    assert weight_itemsize({"packed": matrix, "scales": vector, "embedding": jnp.zeros((64, 8), jnp.bfloat16)}) == 2
+    assert weight_itemsize(()) == 4
 
 
 @pytest.mark.parametrize(("kind", "capability"), [("Tesla T4", 7.5), ("AMD Instinct MI300X", None)])

@@ -16,7 +16,6 @@ import pickle
 import platform
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import version
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax._src import config as jax_config
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.backend import get_backend
@@ -33,7 +31,7 @@ from jax.sharding import NamedSharding
 from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, try_lock, write_checked
 from jaxinfer.device import COMPILATION_CACHE
 from jaxinfer.source_digest import source_digest
-from kernels_pallas.gpu_products import PASSES, compiler_options
+from kernels_pallas.gpu_products import PASSES, compiler_options, weight_itemsize
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +56,10 @@ _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_com
 def compile_or_load(function: Any, *args: Any, num_rows: int = 1, **statics: Any) -> jax.stages.Compiled:
     """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package, from disk if cached.
 
-    `num_rows`: the most rows of its products, by which a GPU multiplies. Always compiles if options have logits
-    processors of the user (`custom`), because no key shows their changes.
+    `num_rows`: the most rows of its products with the first argument, by which a GPU multiplies. Always compiles if
+    options have logits processors of the user (`custom`), because no key shows their changes.
     """
-    folder, options = cache_folder(), compiler_options(num_rows, _itemsize(args))
+    folder, options = cache_folder(), compiler_options(num_rows, weight_itemsize(args[:1]))
     if folder is None or _has_custom(statics) or jax.process_count() > 1:
         return _compile(function, args, statics, options)
     path, devices = folder / f"jaxinfer-{_key(function, args, statics, options)}", _devices(args)
@@ -187,15 +185,6 @@ def _no_pass() -> str:
     XLA for CPU serialises an executable that it has itself read from a cache without the functions in it.
     """
     return f"no-pass-{os.urandom(8).hex()}"
-
-
-def _itemsize(args: Sequence[Any]) -> int:
-    """Returns the bytes of a number of the floating point type of most arguments' bytes: that of the weights."""
-    sizes = Counter[int]()
-    for leaf in jax.tree.leaves(args):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            sizes[leaf.dtype.itemsize] += leaf.dtype.itemsize * leaf.size
-    return max(sizes, key=lambda size: sizes[size], default=4)
 
 
 def _beside_flags(options: Mapping[str, Any], without: Sequence[str]) -> dict[str, Any]:
