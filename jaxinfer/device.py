@@ -134,6 +134,22 @@ def default_mixed_tokens() -> int | None:
     return 128 if jax.default_backend() == "cpu" else None
 
 
+def waits_for_decode() -> bool:
+    """True if an engine waits for decode steps too at its start: on accelerators, whose hosts have many cores.
+
+    On CPU, where blocks of padding are not multiplied, a prefill step stands in for them.
+    """
+    return jax.default_backend() != "cpu"
+
+
+def least_decode_rows() -> int:
+    """Returns the rows of the smallest decode step.
+
+    An accelerator streams the same weights for one row as for eight.
+    """
+    return 1 if jax.default_backend() == "cpu" else 8
+
+
 def draws_filtered() -> bool:
     """True if filters have a draw of their own, without conditions: on GPU, whose host waits for each condition."""
     return jax.default_backend() == "gpu"
@@ -174,8 +190,3 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
         # Keep every step: many steps of a small model compile in under JAX's threshold of a second.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def compiles_on_device() -> bool:
-    """True if the compiler measures candidates on the device, which needs memory beside the cache: XLA on GPUs."""
-    return jax.default_backend() == "gpu"

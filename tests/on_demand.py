@@ -21,6 +21,7 @@ from jaxinfer.engine.execution import executable_cache, step_compiler, warm_up
 from jaxinfer.engine.execution.compiled_steps import Choice, CompiledSteps, choose_bucket, draw_form, draw_forms_of
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.plan.step_shapes import Bucket
+from jaxinfer.sampling_params import Form
 from tests.memory_maps import are_memory_maps_short
 
 # What this process has compiled, by the key on disk, and by the options, because the key leaves out logits processors.
@@ -87,10 +88,25 @@ class StepsOnDemand(CompiledSteps):
         self,
         buckets: Sequence[Bucket],
         compile_bucket: Callable[[Bucket], jax.stages.Compiled],
-        known: Mapping[Bucket, jax.stages.Compiled],
+        first: Sequence[Bucket],
+        expected_form: Form,
     ) -> None:
-        super().__init__(tuple(known), compile_bucket, known)
-        self._planned = tuple(buckets)
+        super().__init__(buckets, compile_bucket, first=())
+        self._planned, self._measured = tuple(buckets), first
+
+    def wait_for_first(self, **_: Any) -> None:
+        for bucket in self._measured:  # the engine plans its pages by their memory
+            self.of(bucket)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._most_tokens
+
+    def can_draw(self, form: Form) -> bool:
+        return True
+
+    def can_loop(self, form: Form) -> bool:
+        return True
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
@@ -117,13 +133,7 @@ class StepsOnDemand(CompiledSteps):
 @contextlib.contextmanager
 def steps_on_demand() -> Iterator[None]:
     """Engines that are made meanwhile compile their steps on demand, or when `LLM.warm_up` asks for all of them."""
-
-    def make(buckets: Sequence[Bucket], compile_bucket: Any, known: Any = None) -> CompiledSteps:
-        if known is None:  # the engine measures the memory of these steps before it plans its pages
-            return CompiledSteps(buckets, compile_bucket)
-        return StepsOnDemand(buckets, compile_bucket, known)
-
     with compiled_once(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_up, "CompiledSteps", make)
+        patch.setattr(warm_up, "CompiledSteps", StepsOnDemand)
         patch.setattr(StepsOnDemand, "wait", lambda *_, **__: None)  # an engine with a drafter waits for all its steps
         yield

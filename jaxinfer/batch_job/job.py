@@ -343,7 +343,7 @@ class _SteppedEngine:
     def outputs(self) -> Iterator[Delta]:
         with self.llm.engine() as engine:
             if engine.advance() is None:
-                engine.wait_for_check()
+                engine.wait_for_change()
                 if not self._deltas:
                     raise RuntimeError("the engine is idle but has not finished the requests of the job")
             error = engine.take_error()

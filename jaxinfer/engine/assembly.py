@@ -35,6 +35,7 @@ from jaxinfer.engine.kv_cache.page_pool import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers, Tier
 from jaxinfer.engine.page_mover import DevicePageMover
 from jaxinfer.engine.scheduling.metrics import Targets
+from jaxinfer.engine.scheduling.replica import ReadySteps
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.speculation.load import load_target, plan_speculation
 from jaxinfer.engine.speculation.speculation import Speculation
@@ -163,6 +164,7 @@ def _connect_parts(
         cache_config=cache_config,
         placements=placements,
         max_loop_seconds=max_loop_seconds,
+        steps=[warm_up.steps for warm_up in warm_ups],
     )
     runners = [Runner(own, warm_up, tiers, on_failure, hosts) for own, warm_up in zip(params, warm_ups, strict=True)]
     checkpoint.forget()  # headers of a large model take hundreds of MB; an adapter reads them again
@@ -226,16 +228,23 @@ def given_facts(
 def load_and_compile(
     checkpoint: Checkpoint, models: Sequence[EngineModel], dtype: str, *, show_progress: bool
 ) -> tuple[list[Params], list[WarmUp]]:
-    """Loads the weights while the largest step of each replica compiles, which depends on their shapes alone.
+    """Loads the weights while the first steps of each replica compile, which depend on their shapes alone.
 
     Reads the checkpoint once; each replica but the first gets its parameters from the first one's devices.
     """
     config, (first, *others) = models[0].engine_config, models
+    bounds = {"vocab_size": first.model_config.vocab_size, "max_listed_tokens": config.max_listed_tokens}
+    form = read_sampling_defaults(checkpoint, **bounds).form
     limits = [plan_limit(model.question()) for model in models]
     pool = ThreadPoolExecutor(len(models), thread_name_prefix=COMPILING)
     try:
         warm_ups = [
-            pool.submit(WarmUp, model, None, limit_bytes=limit, show_progress=show_progress and model is first)
+            pool.submit(
+                *(WarmUp, model, None),
+                limit_bytes=limit,
+                show_progress=show_progress and model is first,
+                expected_form=form,
+            )
             for model, limit in zip(models, limits, strict=True)
         ]
         loading = {"quantization": config.quantization, "mesh": first.placement.mesh, "show_progress": show_progress}
@@ -257,6 +266,7 @@ def plan_host(
     cache_config: CacheConfig | None = None,
     placements: Sequence[Placement] = (DEFAULT_DEVICE,),
     max_loop_seconds: float = math.inf,
+    steps: Sequence[ReadySteps] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
     """Returns the parts that need no weights; the simulation uses only these.
@@ -309,6 +319,7 @@ def plan_host(
             BoundedKind(kind.num_kept(config.page_size), num_pages, kind.is_state) for kind, num_pages in bounded
         ),
         speculation=speculation,
+        steps=steps,
         targets=plan_targets(config),
         clock=clock,
     )

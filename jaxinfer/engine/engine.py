@@ -53,6 +53,7 @@ from jaxinfer.validation import as_bool, require
 
 logger = logging.getLogger(__name__)
 
+WAIT_SECONDS = 0.5  # for a compilation, between looks at deadlines and interrupts
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 
 
@@ -155,18 +156,29 @@ class Engine:
 
     @property
     def has_steps(self) -> bool:
-        """True if a step can be computed. The last texts of all unfinished requests may be under check instead."""
+        """True if a step can be computed.
+
+        Else the last texts of all unfinished requests are under check, or their steps are being compiled.
+        """
         self.check()
-        return self._scheduler.num_unfinished > 0
+        return self._scheduler.num_unfinished > self._scheduler.num_held
 
-    def on_check(self, on_done: Callable[[], object]) -> None:
-        """Has a function called on another thread when a text has been checked, which `advance` then hands out."""
-        self._checks.on_done = on_done
+    def on_change(self, on_change: Callable[[], object]) -> None:
+        """Has a function called on another thread when `advance` may go on: after a text's check or a compilation."""
+        self._checks.on_done = on_change
+        for warm_up in self._warm_ups:
+            warm_up.steps.on_ready = on_change
 
-    def wait_for_check(self) -> None:
-        """Waits for a text that is checked, if there is one, and hands it out."""
-        self._checks.wait()
-        self._hand_out(self._checks.take())
+    def wait_for_change(self) -> None:
+        """Waits until `advance` may go on, if there is something to wait for, at most WAIT_SECONDS.
+
+        That is a text under check, which is then handed out, or a step that is being compiled.
+        """
+        if self._checks.pending:
+            self._checks.wait()
+            self._hand_out(self._checks.take())
+        elif self._scheduler.num_held:
+            self._warm_ups[0].steps.wait_for_one(WAIT_SECONDS)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -336,10 +348,11 @@ class Engine:
             if self._checks.pending:
                 self._hand_out(self._checks.take())
             self._deliver(self._scheduler.expire())
+            self._deliver(self._scheduler.release_held())
             result = advance(self._pipelines)
             if result is not None:
                 self._deliver(result.deltas)
-            elif self._scheduler.num_unfinished:
+            elif self._scheduler.num_unfinished > self._scheduler.num_held:
                 raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
         if result is not None and self.on_step is not None:
             self.on_step(result.step, result.seconds)

@@ -54,7 +54,7 @@ class EngineThread:
         self._lifecycle = Lifecycle("engine")  # after its end no more commands are taken
         self._step_began: float | None = None  # on time.monotonic
         self._closing_time = math.inf  # on time.monotonic: unfinished requests are aborted then
-        engine.on_check(lambda: self._commands.put(_wake_up))
+        engine.on_change(lambda: self._commands.put(_wake_up))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self._close_at_exit)  # Python must not end while a daemon thread is inside JAX

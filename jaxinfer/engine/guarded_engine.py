@@ -99,6 +99,6 @@ class GuardedEngine:
         self._guard.run_deferred()
         self._engine.advance()
         if not self._engine.has_steps:
-            self._engine.wait_for_check()
+            self._engine.wait_for_change()
         if (error := self._engine.take_error()) is not None:
             raise error

@@ -229,8 +229,8 @@ def guess_memory(
 def guess_step_bytes(question: MemoryQuestion, buckets: Iterable[Bucket]) -> int:
     """Returns an estimate of `step_bytes`: logits in float32, and for each token some states and hidden units.
 
-    Devices of a mesh share the hidden units, and accelerators the logits. Copies of the states of recurrent layers are
-    not in it.
+    Devices of a mesh share the hidden units, and accelerators the logits. A copy of each row's states of recurrent
+    layers counts too.
     """
     model, placement, platform = question.model, question.placement, question.platform or default_layout()
     D, V = model.hidden_size, model.padded_vocab_size * model.has_logits
@@ -239,4 +239,8 @@ def guess_step_bytes(question: MemoryQuestion, buckets: Iterable[Bucket]) -> int
         F //= placement.mesh.shape.get(MLP_AXIS, 1)
         V //= 1 if platform == "cpu" else placement.num_devices
     states = NUM_STATES.get(platform, NUM_STATES["tpu"])
-    return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + states * D) for bucket in buckets)
+    recurrent = question.page_bytes(question.page, model.state_kind) if model.is_recurrent else 0
+    return max(
+        4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + states * D) + bucket.num_rows * recurrent
+        for bucket in buckets
+    )

@@ -125,6 +125,30 @@ def fit_pages(
     raise RuntimeError(f"what compiled steps need keeps changing with the number of pages: {plan}")
 
 
+def reserve_pages(
+    compile_for: Callable[[int], tuple[Compiled, int]],
+    guess: MemoryPlan,
+    *,
+    is_fixed: bool,
+    allowed: Callable[[int], int] = lambda num_pages: num_pages,
+) -> tuple[Compiled, MemoryPlan]:
+    """Compiles as `fit_pages` does, for the pages beside `guess.step_bytes`, which stay reserved.
+
+    So the first steps are compiled once, and those that are compiled later have room. Plans again if a step needs more.
+    """
+    most, least = guess.num_pages, guess.num_pages if is_fixed else 1
+    _require_room(guess, least)
+    for _ in range(MAX_ROUNDS):
+        num_pages = max(allowed(min(most, guess.num_fitting)), least)
+        compiled, needed = compile_for(num_pages)
+        is_limited = guess.limit_bytes is not None
+        guess = replace(guess, step_bytes=max(needed, guess.step_bytes) if is_limited else needed)
+        _require_room(guess, least)
+        if not is_limited or num_pages <= max(guess.num_fitting, least):
+            return compiled, replace(guess, num_pages=num_pages)
+    raise RuntimeError(f"what compiled steps need keeps growing: {guess}")
+
+
 def _require_room(plan: MemoryPlan, num_pages: int) -> None:
     if plan.limit_bytes is not None and plan.num_fitting < num_pages:
         problem = f"memory_bytes={plan.limit_bytes} is too little: {plan}"

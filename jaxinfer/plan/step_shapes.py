@@ -7,13 +7,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.device import default_batched_tokens, default_mixed_tokens, draws_filtered
+from jaxinfer.device import (
+    default_batched_tokens,
+    default_mixed_tokens,
+    draws_filtered,
+    least_decode_rows,
+    waits_for_decode,
+)
 from jaxinfer.sampling_params import FORMS, Form
 
 # Few shapes, because each costs time to compile and padding costs little. On CPU, blocks of padding are not multiplied;
 # accelerators stream the same weights for few rows as for many.
-DECODE_ROWS = (1, 8)
-PREFILL_TOKENS = (128,)
+DECODE_ROWS = 8  # of the second size of decode steps, or the first
+PREFILL_TOKENS = 128  # of the smallest prefill step, if no more rows can occur
 GROWTH = 8
 # Rows by default; `limits.fit_limits` takes more on accelerators.
 MAX_ROWS = 32
@@ -67,18 +73,19 @@ class Bucket:
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
     """Returns every shape that an engine of this configuration uses, by kind, the smallest first.
 
-    decode:   1, 8, 64, … rows up to max_num_seqs
+    decode:   1 (on CPU), 8, 64, … rows up to max_num_seqs
     loops:    8, 64, … rows, if decode_loop_steps > 1, in each of LOOP_FORMS
     verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
     mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees
-    prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
+    prefill:  128, 1024, … tokens, or from max_num_seqs on, up to the step's limit, and the limit of mixed tokens; each
+              has the most rows that can occur
     """
     most_rows, max_tokens = max_rows(config), max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
     if (num_steps := loop_steps(config)) > 1:
-        looped = decode[1:] or decode  # an accelerator streams the same weights for one row as for eight
+        looped = [bucket for bucket in decode if bucket.num_rows > 1] or decode
         decode += [replace(bucket, num_steps=num_steps, form=form) for form in LOOP_FORMS for bucket in looped]
-    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_mixed_tokens(config)}
+    sizes = {*_sizes((max(PREFILL_TOKENS, most_rows),), max_tokens), max_mixed_tokens(config)}
     prefill = [Bucket(False, n, min(n, most_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_mixed_tokens(config))
     if max_drafts and not config.draft_trees:
@@ -94,6 +101,21 @@ def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return tuple(sorted(draws, key=lambda bucket: (FORMS.index(bucket.form), bucket.num_tokens)))
 
 
+def first_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Returns the shapes that an engine waits for, which compute any request together.
+
+    They are the smallest prefill step with all rows, and if `waits_for_decode` the smallest decode step and the largest
+    plain one, in a loop if there are loops.
+    """
+    prefill = [bucket for bucket in buckets if bucket.is_prefill]
+    most = max(bucket.num_rows for bucket in prefill)
+    first = [next(bucket for bucket in prefill if bucket.num_rows == most)]
+    if waits_for_decode():
+        decode = [bucket for bucket in buckets if bucket.is_decode and bucket.form == "plain"]
+        first += [decode[0], max(decode, key=lambda bucket: (bucket.num_rows, bucket.num_steps))]
+    return tuple(dict.fromkeys(first))
+
+
 def draw_forms() -> tuple[Form, ...]:
     """Returns the forms in which steps draw apart."""
     return ("filtered", "full") if draws_filtered() else ("full",)
@@ -101,7 +123,7 @@ def draw_forms() -> tuple[Form, ...]:
 
 def decode_sizes(config: EngineConfig) -> list[int]:
     """Returns the row counts of decode buckets, smallest first."""
-    return _sizes(DECODE_ROWS, max_rows(config))
+    return _sizes(tuple(sorted({least_decode_rows(), DECODE_ROWS})), max_rows(config))
 
 
 def max_rows(config: EngineConfig) -> int:

@@ -109,4 +109,4 @@ def test_start_up_compiles_few_shapes(on):
 
     assert count() == 8
     on("NVIDIA H200", "gpu", 140 * 10**9)
-    assert count() == 23  # larger steps, loops, and filtered draws
+    assert count() == 17  # loops, and filtered draws

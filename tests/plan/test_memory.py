@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.plan.memory import UNTOLD_BYTES, MemoryPlan, fit_pages, num_bytes, step_bytes
+from jaxinfer.plan.memory import UNTOLD_BYTES, MemoryPlan, fit_pages, num_bytes, reserve_pages, step_bytes
 
 GUESS = MemoryPlan(resident_bytes=1000, step_bytes=500, page_bytes=10, num_pages=800, limit_bytes=5000)
 
 
-def fit(needed, *, is_fixed=False, allowed=lambda num_pages: num_pages, **changes):
+def fit(needed, *, plan_pages=fit_pages, is_fixed=False, allowed=lambda num_pages: num_pages, **changes):
     """Returns the plan and for how many pages was compiled; `needed` says what that then needs."""
     compiled = []
 
@@ -23,7 +23,7 @@ def fit(needed, *, is_fixed=False, allowed=lambda num_pages: num_pages, **change
         return num_pages, needed(num_pages)
 
     guess = GUESS.__class__(**{**vars(GUESS), **changes})
-    last, plan = fit_pages(compile_for, guess, is_fixed=is_fixed, allowed=allowed)
+    last, plan = plan_pages(compile_for, guess, is_fixed=is_fixed, allowed=allowed)
     assert last == plan.num_pages == compiled[-1]
     return plan, compiled
 
@@ -66,6 +66,32 @@ def test_needs_that_grow_with_the_pages_are_met_as_well():
 
     assert 0.98 * 5000 <= plan.total_bytes <= 5000
     assert plan.step_bytes == 500 + 2 * plan.num_pages
+
+
+@pytest.mark.parametrize("needed", [0, 100, 500])
+def test_a_guess_that_is_enough_stays_reserved_for_steps_that_are_compiled_later(needed):
+    plan, compiled = fit(lambda _: needed, plan_pages=reserve_pages)
+
+    assert compiled == [350]
+    assert (plan.step_bytes, plan.total_bytes) == (500, 5000)
+
+
+def test_a_reserve_that_is_too_small_is_planned_again_and_kept():
+    plan, compiled = fit(lambda num_pages: 1000 + 100 * (num_pages < 350), plan_pages=reserve_pages)
+
+    assert compiled == [350, 300, 290]
+    assert (plan.step_bytes, plan.total_bytes) == (1100, 5000)
+
+
+def test_without_a_limit_the_plan_says_what_steps_need():
+    plan, compiled = fit(lambda _: 700, plan_pages=reserve_pages, limit_bytes=None)
+
+    assert (compiled, plan.step_bytes, plan.num_pages) == ([800], 700, 800)
+
+
+def test_a_reserve_without_room_for_a_page_is_refused():
+    with pytest.raises(ValueError, match=r"memory_bytes=1505 is too little: .*; raise EngineConfig.memory_bytes"):
+        fit(lambda _: 500, plan_pages=reserve_pages, limit_bytes=1505)
 
 
 def test_pages_that_no_kernel_can_use_are_left_out():

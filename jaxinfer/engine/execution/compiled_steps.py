@@ -11,16 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 
-from jaxinfer.device import compiles_on_device
 from jaxinfer.display.progress import Bar
 from jaxinfer.engine.scheduling.step import Step
-from jaxinfer.plan.step_shapes import Bucket, find_bucket
-from jaxinfer.sampling_params import FORMS, Form
+from jaxinfer.plan.step_shapes import Bucket, find_bucket, first_buckets
+from jaxinfer.sampling_params import Form
 
 logger = logging.getLogger(__name__)
 
@@ -74,21 +72,26 @@ class Choice(NamedTuple):
 class CompiledSteps:
     """Compiles the steps that requests need, and chooses among those that are compiled.
 
-    An engine waits for the buckets that hold any step. Any other bucket is compiled beside the requests once a step has
-    come that suits it best; until then the smallest that is ready stands in. So the first token comes as early as
-    possible, no request waits for the compiler, and nothing is compiled that no step wants.
+    An engine waits for the few `first` buckets, which compute any request that is drawn plainly. Any other bucket is
+    compiled beside the requests once a step has come that suits it best; until then the smallest that is ready stands
+    in. So the first token comes as early as possible, no request waits for a shape that it can do without, and nothing
+    is compiled that no step wants.
+
+    Until a larger prefill step is ready the steps have at most `max_tokens` tokens. Requests that draw in another form
+    wait for the draw of that form, see `can_draw`; the steps of others go on meanwhile.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         compile_bucket: Callable[[Bucket], jax.stages.Compiled],
-        known: Mapping[Bucket, jax.stages.Compiled] = MappingProxyType({}),
+        first: Sequence[Bucket] | None = None,
+        expected_form: Form = "plain",
     ) -> None:
-        """Starts to compile the buckets that hold any step; `known` are compiled already."""
+        """Starts to compile `first`, by default `first_buckets`, and beside them the draw of `expected_form`."""
         self._buckets, self._compile_bucket = tuple(buckets), compile_bucket
         self._draw_forms = draw_forms_of(self._buckets)
-        self._known = dict(known)
+        self.on_ready: Callable[[], object] = lambda: None  # called on another thread when a step has been compiled
         # Of any thread, under the lock.
         self._lock = threading.Lock()
         self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {}
@@ -96,23 +99,31 @@ class CompiledSteps:
         self._num_threads = 0
         self._is_cancelled = False
         # Of the thread that chooses.
-        self._compiled = dict(known)
+        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._collected: set[Bucket] = set()  # of `_ended`, what `_compiled` has, and what has failed
+        self._base = first_buckets(self._buckets)[0]  # holds all rows
+        self._loops = {b.form: b for b in self._buckets if b.num_steps > 1}  # the largest of each form
+        self._most_tokens = self._buckets[-1].num_tokens
         self._record_ready()
-        self._enough = enough_buckets(self._buckets)
-        self._demand(self._enough)
+        self._first = first_buckets(self._buckets) if first is None else tuple(first)
+        self._demand(self._first)
+        if (draw := self._draw_of(expected_form)) is not None:
+            self._demand((draw,))
 
-    def wait_for_enough(self, *, show_progress: bool = False) -> None:
-        """Waits for the buckets that hold any step, or for all if compiling while serving is impossible."""
-        # Processes that compute together must choose the same buckets. A compiler that `compiles_on_device` measures
-        # candidates there, in memory that the cache would take.
-        is_enough = jax.process_count() == 1 and not compiles_on_device()
-        self._wait_for(self._enough if is_enough else self._buckets, show_progress, DESCRIPTION)
+    def wait_for_first(self, *, show_progress: bool = False) -> None:
+        """Waits for the first buckets; raises the compiler's exceptions."""
+        self._wait_for(self._first, show_progress, DESCRIPTION)
         self._collect()
 
     def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
         """Compiles every bucket; raises the compiler's exceptions. Any thread may call it."""
         self._wait_for(self._buckets, show_progress, description)
+
+    def wait_for_one(self, seconds: float) -> None:
+        """Waits for the end of a compilation that is to come, if there is one, at most for these seconds."""
+        with self._lock:
+            to_come = [future for future in self._futures.values() if not future.done()]
+        concurrent.futures.wait(to_come, seconds, concurrent.futures.FIRST_COMPLETED)
 
     def cancel(self) -> None:
         """Cancels the compilations that have not begun, and ends the waiting for any."""
@@ -124,7 +135,47 @@ class CompiledSteps:
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
         """Returns the steps compiled so far, by bucket. Any thread may read it."""
-        return self._known | {b: f.result() for b, f in self._ended().items() if f.exception() is None}
+        return {b: f.result() for b, f in self._ended().items() if f.exception() is None}
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of a step so far."""
+        if self._max_tokens < self._most_tokens:
+            self._collect()
+        return self._max_tokens
+
+    def want_tokens(self) -> None:
+        """Learns that steps with more than `max_tokens` tokens are wanted."""
+        self._ask_for(self._buckets[-1:])
+
+    def can_draw(self, form: Form) -> bool:
+        """True if a step of any rows can draw in this form; if not, has the draw compiled beside the requests."""
+        draw = self._draw_of(form)
+        if draw is None or self._has(draw):
+            return True
+        if self._ask_for((draw,)):
+            logger.info("requests wait until %s is compiled", draw.name)
+        with self._lock:
+            if draw in self._to_compile:  # no step waits, but a request does
+                self._to_compile.remove(draw)
+                self._to_compile.appendleft(draw)
+        return False
+
+    def draw_error(self, form: Form) -> str | None:
+        """Returns the compiler's message if the draw of this form cannot be compiled."""
+        draw = self._draw_of(form)
+        failed = None if draw is None else self._ended().get(draw)
+        error = None if failed is None else failed.exception()
+        return None if draw is None or error is None else f"{draw.name} cannot be compiled: {error!r}"
+
+    def can_loop(self, form: Form) -> bool:
+        """True if a loop of any rows can draw in this form; if not, has one compiled beside the requests."""
+        if (loop := self._loops.get(form)) is None:
+            return False
+        if self._has(loop):
+            return True
+        self._ask_for((loop,))
+        return False
 
     def choose(self, step: Step) -> Choice:
         """Returns the smallest compiled bucket that holds the step, and its executables.
@@ -135,10 +186,7 @@ class CompiledSteps:
         best = choose_bucket(self._buckets, step)
         choice = self._choice(best, form)
         if choice is None:
-            try:
-                self._demand((best,) if form is None else (best, best.draw(form)))
-            except RuntimeError as error:  # a later step tries again
-                logger.warning("no thread can compile %s, a slower step stands in for it: %s", best.name, error)
+            self._ask_for((best,) if form is None else (best, best.draw(form)))
             self._collect()
             ready = self._ready if form is None else self._with_draw[form]
             choice = self._choice(choose_bucket(ready, step), form)
@@ -158,10 +206,32 @@ class CompiledSteps:
         draw = bucket.draw(form)
         return None if draw not in self._compiled else Choice(bucket, compiled, (draw, self._compiled[draw]))
 
+    def _has(self, bucket: Bucket) -> bool:
+        if bucket not in self._compiled:
+            self._collect()
+        return bucket in self._compiled
+
+    def _draw_of(self, form: Form) -> Bucket | None:
+        """Returns the draw of any rows in a form; None if the steps themselves draw in it."""
+        if form == "plain" or not self._draw_forms:
+            return None
+        return self._base.draw(form if form in self._draw_forms else "full")
+
+    def _ask_for(self, buckets: Iterable[Bucket]) -> bool:
+        """Has buckets compiled that are not yet; True if none of them has been asked for before."""
+        buckets = tuple(buckets)
+        with self._lock:
+            is_new = not any(bucket in self._futures for bucket in buckets)
+        try:
+            self._demand(buckets)
+        except RuntimeError as error:  # a later step tries again
+            logger.warning("no thread can compile %s, a slower step stands in for it: %s", buckets[0].name, error)
+        return is_new
+
     def _demand(self, buckets: Iterable[Bucket]) -> list[Future[jax.stages.Compiled]]:
         """Has buckets compiled that are not yet, steps before draws; returns the results to come."""
         with self._lock:
-            wanted = [bucket for bucket in buckets if bucket not in self._known]
+            wanted = list(buckets)
             for bucket in sorted(wanted, key=lambda bucket: bucket.is_draw):
                 if bucket not in self._futures:
                     self._futures[bucket] = future = Future()
@@ -192,6 +262,7 @@ class CompiledSteps:
                 future.set_result(self._compile_bucket(bucket))
             except BaseException as error:
                 future.set_exception(error)
+            self.on_ready()
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
         futures = self._demand(buckets)
@@ -207,6 +278,7 @@ class CompiledSteps:
 
     def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
+        self._max_tokens = max((bucket.num_tokens for bucket in self._ready if bucket.is_prefill), default=0)
         # By the forms in which the engine draws apart: the steps whose draw is compiled too.
         self._with_draw: dict[Form, tuple[Bucket, ...]] = {
             form: tuple(bucket for bucket in self._ready if bucket.draw(form) in self._compiled)
@@ -221,7 +293,7 @@ class CompiledSteps:
         for bucket in ended.keys() - self._collected:
             if (error := ended[bucket].exception()) is None:
                 self._compiled[bucket] = ended[bucket].result()
-            else:
+            elif not isinstance(error, CancelledError):
                 logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
         self._collected = {*ended}
         self._record_ready()
@@ -242,13 +314,6 @@ def draw_form(forms: Collection[Form], step: Step) -> Form | None:
     if not step.draws_apart or not forms:
         return None
     return step.form if step.form in forms else "full"
-
-
-def enough_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Returns the last of `buckets`, which holds any step, its draw buckets, and the last loop of each form."""
-    last_loops = {bucket.form: bucket for bucket in buckets if bucket.num_steps > 1}
-    enough = {*buckets[-1:], *(bucket.draw(form) for bucket in buckets[-1:] for form in FORMS), *last_loops.values()}
-    return tuple(bucket for bucket in buckets if bucket in enough)
 
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import CacheConfig, EngineConfig
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, guess_memory, plan_cache
-from jaxinfer.plan.memory import MemoryPlan, fit_pages
-from jaxinfer.plan.step_shapes import Bucket, plan_buckets
+from jaxinfer.plan.memory import MemoryPlan, fit_pages, reserve_pages
+from jaxinfer.plan.step_shapes import Bucket, first_buckets, plan_buckets
 from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.sampling_params import Form
 from jaxinfer.validation import shown
 from kernels_pallas.paged_attention.api import default_implementation
 
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 # Pages per copy, without tiers and with them: one page if it is evicted while others decode, or many pages.
 COPY_WIDTHS = ((1,), (1, 8))
 HAND_OVER_WIDTHS = (1, 4, 16)  # pages per bundle of a hand-over
+# The part of the memory beside parameters that is reserved for steps by the guess alone. A larger guess is replaced by
+# the need of the largest steps, for which these are compiled first.
+MAX_RESERVED = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +132,12 @@ def _require_traceable(custom: Mapping[str, LogitsProcessor], vocab_size: int, n
 
 
 class WarmUp:
-    """Compiles the shape that holds any step, and fits the number of pages. Others are compiled when steps want them.
+    """Compiles the first shapes, and fits the number of pages. Others are compiled when steps want them.
 
-    The pages are at most those of the target's cache. With a memory limit, the largest shape of each kind compiles
-    first, to measure the memory that steps need. Raises ValueError if the device, or EngineConfig.memory_bytes, has no
-    room for a page.
+    The pages are at most those of the target's cache. With a memory limit, the guess of what steps need stays reserved
+    for the shapes to come. If that is more than MAX_RESERVED, the largest shape of each kind is compiled first, and its
+    need is reserved. Raises ValueError if the device, or EngineConfig.memory_bytes, has no room for a
+    page.
     """
 
     def __init__(
@@ -142,22 +147,34 @@ class WarmUp:
         *,
         limit_bytes: int | None,
         show_progress: bool,
+        expected_form: Form = "plain",
     ) -> None:
-        """`limit_bytes`: what `plan_limit` returns."""
+        """`limit_bytes`: what `plan_limit` returns. `expected_form`: in which most requests will draw."""
         self._show_progress = show_progress
+        self._expected_form: Form = expected_form
         self.model, self._speculation = target, speculation
         max_drafts = 0 if speculation is None else target.engine_config.max_drafts
         self._drafter = drafter = None if speculation is None else speculation.device_drafter
         kept_layers = () if drafter is None else drafter.kept_layers
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
-        question = target.question(drafter)
-        guess = guess_memory(question, target.cache_config, compiler.buckets, limit_bytes)
-        self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
+        guess = guess_memory(target.question(drafter), target.cache_config, compiler.buckets, limit_bytes)
         is_fixed = target.engine_config.num_pages is not None
-        (known, self.copiers), self._memory = fit_pages(
-            self._compile_for, guess, is_fixed=is_fixed, allowed=self._addressable
-        )
+        left = None if limit_bytes is None else limit_bytes - guess.resident_bytes - guess.bounded_bytes
+        is_measured = left is not None and guess.step_bytes > MAX_RESERVED * left
+        self._first = self._first_buckets(is_measured=is_measured)
+        self._reserved: int | None = None  # bytes that a step may need, once they are planned
+        plan = fit_pages if is_measured else reserve_pages
+        self._attempts: list[CompiledSteps] = []  # one for each number of pages; the last one counts
+        try:
+            self.copiers, self._memory = plan(self._compile_for, guess, is_fixed=is_fixed, allowed=self._addressable)
+        except BaseException:
+            self._cancel()
+            raise
+        self.steps = self._attempts.pop()
+        self._cancel()
+        if limit_bytes is not None:
+            self._reserved = self._memory.step_bytes
         fitting = min(replace(self._memory, num_pages=guess.num_pages).num_fitting, guess.num_pages)
         if not is_fixed and (addressable := self._addressable(fitting)) < fitting:
             logger.warning(
@@ -165,16 +182,21 @@ class WarmUp:
                 *(addressable, fitting),
             )
         self.cache_config = self._cache_config(self._memory.num_pages)
-        self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
-        self.steps.wait_for_enough(show_progress=show_progress)
         self.model = replace(target, params=abstract(target.params))  # the runner owns the parameters
+
+    def _first_buckets(self, *, is_measured: bool) -> Sequence[Bucket]:
+        """Returns the shapes that the engine waits for."""
+        if jax.process_count() > 1:  # processes that compute together must choose the same shapes
+            return self.compiler.buckets
+        first = first_buckets(self.compiler.buckets)
+        return tuple(dict.fromkeys((*first, *self.compiler.largest))) if is_measured else first
 
     def ready(self) -> Ready:
         """Returns the executables compiled so far, their seconds and the memory plan."""
         executables, drafting = len(self.steps.compiled) + sum(copier.num_executables for copier in self.copiers), 0
         if self._drafter is not None:
             executables, drafting = executables + self._drafter.num_executables, self._drafter.step_bytes
-        needed = max(self.compiler.step_bytes(self.steps.compiled) + _copier_bytes(self.copiers), drafting)
+        needed = max(self._needed(self.steps, self.copiers), drafting, self._reserved or 0)
         return Ready(
             num_executables=executables,
             seconds=sum(self.compiler.seconds.values()),
@@ -188,7 +210,12 @@ class WarmUp:
             return num_pages
         return addressable_pages(target.question(), target.cache_config, num_pages)
 
-    def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], list[PageCopier]], int]:
+    def _cancel(self) -> None:
+        for steps in self._attempts:
+            steps.cancel()
+
+    def _compile_for(self, num_pages: int) -> tuple[list[PageCopier], int]:
+        self._cancel()
         cache_config = self._cache_config(num_pages)
         cache = abstract_cache(self.compiler.model_config, cache_config)
         with ThreadPoolExecutor(1) as pool:
@@ -201,15 +228,32 @@ class WarmUp:
                 PageCopier, cache, model_config, self._copy_widths, placement=self.model.placement, **options
             )
             copiers = pool.map(make, sinks, count())
-            steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
-            steps.wait(show_progress=self._show_progress)
+            compile_bucket = partial(self._compile, cache_config)
+            steps = CompiledSteps(self.compiler.buckets, compile_bucket, self._first, self._expected_form)
+            self._attempts.append(steps)
+            steps.wait_for_first(show_progress=self._show_progress)
         copiers = list(copiers)
-        needed = self.compiler.step_bytes(steps.compiled) + _copier_bytes(copiers)
+        needed = self._needed(steps, copiers)
         if self._speculation is not None:
             self._speculation.prepare(replace(self.model, cache_config=cache_config))
         # No step runs while drafts are made, so the larger of the two needs counts.
         needed = max(needed, 0 if self._drafter is None else self._drafter.step_bytes)
-        return (steps.compiled, copiers), needed
+        return copiers, needed
+
+    def _compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
+        """Compiles a shape; raises RuntimeError if it needs more memory than is reserved."""
+        compiled, reserved = self.compiler.compile(cache_config, bucket), self._reserved
+        needed = 0 if reserved is None else self.compiler.step_bytes({bucket: compiled})
+        if reserved is not None and needed > reserved:
+            raise RuntimeError(
+                f"{bucket.name} needs {needed} bytes beside parameters and pages, and {reserved} are reserved; lower"
+                " EngineConfig.max_num_batched_tokens or max_num_seqs"
+            )
+        return compiled
+
+    def _needed(self, steps: CompiledSteps, copiers: Sequence[PageCopier]) -> int:
+        """Returns the most bytes that what is compiled needs beside parameters and pages."""
+        return self.compiler.step_bytes(steps.compiled) + max(copier.step_bytes for copier in copiers)
 
     @property
     def _copy_widths(self) -> tuple[int, ...]:
@@ -217,7 +261,3 @@ class WarmUp:
 
     def _cache_config(self, num_pages: int) -> CacheConfig:
         return replace(self.model.cache_config, num_pages=num_pages)
-
-
-def _copier_bytes(copiers: Sequence[PageCopier]) -> int:
-    return max(copier.step_bytes for copier in copiers)

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import ReplicaMetrics
 from jaxinfer.engine.scheduling.running import RunningQueue
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.sampling_params import Form
 
 # A token that is computed though another replica has it, or will, counts like two that wait: it delays the requests
 # behind as well. In simulated loads of 200 requests with 1 to 40 beginnings, 2 found up to 15 points more than 1.
 RECOMPUTED = 2
 # The part of the rows by which a replica may run more requests than another.
 MAX_IMBALANCE = 1 / 4
+
+
+class ReadySteps(Protocol):
+    """The scheduler's view of `CompiledSteps`: which steps are compiled so far. By default it is all of them."""
+
+    @property
+    def max_tokens(self) -> float:
+        """The most tokens of a step so far."""
+        return math.inf
+
+    def want_tokens(self) -> None:
+        """Learns that steps with more than `max_tokens` tokens are wanted."""
+
+    def can_draw(self, form: Form) -> bool:
+        """True if a step of any rows can draw in this form; if not, a later call may return True."""
+        return True
+
+    def draw_error(self, form: Form) -> str | None:
+        """Returns the reason if `can_draw` will never return True for this form."""
+        return None
+
+    def can_loop(self, form: Form) -> bool:
+        """True if a loop of any rows can draw in this form; if not, a later call may return True."""
+        return True
+
+
+class EveryStep(ReadySteps):
+    """Steps that need no compiler, as those of a simulation."""
 
 
 class Replica:
@@ -24,8 +55,9 @@ class Replica:
     contain it, whose tokens for it are then dropped.
     """
 
-    def __init__(self, index: int, tables: BlockTables, running: RunningQueue) -> None:
+    def __init__(self, index: int, tables: BlockTables, running: RunningQueue, steps: ReadySteps) -> None:
         self.index = index
+        self.steps = steps
         self.tables = tables
         self.running = running
         self.entered: Step | None = None  # the launched step that is recorded and not committed

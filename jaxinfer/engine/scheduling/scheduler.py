@@ -27,7 +27,7 @@ from jaxinfer.engine.request.page_keys import PageKeys
 from jaxinfer.engine.request.request import LoadedAdapter, QueueFullError, Request
 from jaxinfer.engine.scheduling.hand_over import PageMover, hand_over_all
 from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Metrics, Observer, Tally, Targets
-from jaxinfer.engine.scheduling.replica import Replica, choose_replica
+from jaxinfer.engine.scheduling.replica import EveryStep, ReadySteps, Replica, choose_replica
 from jaxinfer.engine.scheduling.running import RunningQueue
 from jaxinfer.engine.scheduling.step import Chunks, Step
 from jaxinfer.engine.scheduling.step_results import (
@@ -99,6 +99,8 @@ class Scheduler:
     window: the pages of a request behind this window are released while the request runs
     bounded: the model's bounded kinds of pages
     speculation: adds drafts to steps in which every request decodes; with one replica
+    steps: which steps of each replica are compiled so far; () if all are. Steps keep within the largest, and a request
+        that draws in a form which is still to come is held, while others run
     targets: the latency targets that the goodput counts by
     clock: returns seconds and never goes back
     """
@@ -121,6 +123,7 @@ class Scheduler:
         window: AttentionWindow | None = None,
         bounded: Sequence[BoundedKind] = (),
         speculation: Speculator | None = None,
+        steps: Sequence[ReadySteps] = (),
         targets: Targets = NO_TARGETS,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -146,7 +149,8 @@ class Scheduler:
             tables = BlockTables(num_pages, page_size, tiers, window, bounded)
             hands_over = index < num_prefill_replicas
             running = RunningQueue(max_num_seqs, tables=tables, index=index, hands_over=hands_over, **shared)
-            self.replicas.append(Replica(index, tables, running))
+            self.replicas.append(Replica(index, tables, running, steps[index] if steps else EveryStep()))
+        self._held: dict[Request, None] = {}  # in the order of arrival, until their forms can be drawn
         self._decoding = self.replicas[num_prefill_replicas:] if num_prefill_replicas else []
         self._entries = self.replicas[: num_prefill_replicas or num_replicas]  # where waiting requests begin
         self.mover = mover
@@ -155,6 +159,11 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_held(self) -> int:
+        """The unfinished requests that wait for a form to be compiled."""
+        return len(self._held)
 
     @property
     def has_states(self) -> bool:
@@ -210,6 +219,9 @@ class Scheduler:
         request.arrival, request.order = self.clock(), next(self._orders)
         self._requests[request.request_id] = request
         self._waiting.enter(request)
+        if not self._can_draw(request):
+            self._waiting.hold(request)
+            self._held[request] = None
         if request.deadline < math.inf:
             self._deadlines.push(request.deadline, request)
         for observer in self.observers:
@@ -268,6 +280,22 @@ class Scheduler:
             deltas.append(self._end(request, "deadline"))
         return deltas
 
+    def release_held(self) -> list[Delta]:
+        """Queues the held requests whose forms can be drawn by now; ends those whose forms cannot be compiled."""
+        deltas = []
+        for request in tuple(self._held):
+            form = request.sampling.form
+            if self._can_draw(request):
+                del self._held[request]
+                self._waiting.wait(request)
+            elif (error := next(filter(None, (r.steps.draw_error(form) for r in self.replicas)), None)) is not None:
+                deltas.append(self._end(request, "error", error))
+        return deltas
+
+    def _can_draw(self, request: Request) -> bool:
+        are_ready = [replica.steps.can_draw(request.sampling.form) for replica in self.replicas]
+        return all(are_ready)  # each replica has been asked, so each has the form compiled
+
     def schedule(self, after: Step | None = None, replica: int = 0) -> Step | None:
         """Returns the next step of a replica, or None if there is nothing to do. Preempts requests if pages run out.
 
@@ -292,12 +320,14 @@ class Scheduler:
             self._admit(own, budget, began)
         num_reserved = self._speculation.num_reserved if self._speculation is not None and after is None else 0
         chunks = own.running.hand_out(budget, began, num_reserved)
+        if own.steps.max_tokens < self._most_tokens(own) and sum(chunks.lens) >= budget:
+            own.steps.want_tokens()
         if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, own.tables)
         elif own.num_single:
             own.num_single -= 1
         elif self._decode_loop_steps > 1 and not own.running.hands_over:
-            chunks = self._extend_for_loop(chunks, own.tables)
+            chunks = self._extend_for_loop(chunks, own)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
         if not chunks:
@@ -306,6 +336,10 @@ class Scheduler:
         return Step(chunks, own.tables.copies, began, after is not None, replica, own.running.num_scheduled)
 
     def _budget(self, replica: Replica) -> int:
+        return int(min(self._most_tokens(replica), replica.steps.max_tokens))
+
+    def _most_tokens(self, replica: Replica) -> int:
+        """Returns the most tokens of the replica's next step if every step is compiled."""
         is_mixed = any(request.num_uncomputed == 1 for request in replica.running.advancing)
         return self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
 
@@ -400,13 +434,15 @@ class Scheduler:
         self._enter(step)
         return True
 
-    def _extend_for_loop(self, chunks: Chunks, tables: BlockTables) -> Chunks:
+    def _extend_for_loop(self, chunks: Chunks, replica: Replica) -> Chunks:
         """Returns the chunks with `max_new_tokens` of a loop, at most what a request has tokens and pages for.
 
         Leaves 1 unless every request decodes, can be drawn in a loop and pools no states, which a loop does not return.
         """
-        rows, most = chunks.rows, self._decode_loop_steps - 1
+        rows, most, tables = chunks.rows, self._decode_loop_steps - 1, replica.tables
         if rows.form == "full" or rows.pool_states or not chunks.are_last_tokens:
+            return chunks
+        if not replica.steps.can_loop(rows.form):
             return chunks
         max_new_tokens = [1 + tables.reserve_ahead(request, most) for request in chunks.requests]
         for request, count in zip(chunks.requests, max_new_tokens, strict=True):
@@ -424,8 +460,8 @@ class Scheduler:
         """Returns the replica where a request runs or ran last, None before its first run."""
         return None if request.replica is None else self.replicas[request.replica]
 
-    def _end(self, request: Request, reason: FinishReason) -> Delta:
-        delta = request.finish(reason)
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> Delta:
+        delta = request.finish(reason, error=error)
         self._forget(request)
         return delta
 
@@ -435,6 +471,7 @@ class Scheduler:
             if request in replica.leaving:
                 replica.leaving.remove(request)
         self._waiting.leave(request)
+        self._held.pop(request, None)
         self._deadlines.remove(request)
         if self._speculation is not None:
             self._speculation.forget(request)

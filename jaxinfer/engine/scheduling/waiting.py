@@ -67,6 +67,10 @@ class WaitingQueue:
         lane = (request.tenant, request.priority)
         self._lanes[lane].push(due(request), request)
 
+    def hold(self, request: Request) -> None:
+        """Takes a request out of its lane until `wait` returns it to its place; it still counts for its tenant."""
+        self._lanes[request.tenant, request.priority].remove(request)
+
     def leave(self, request: Request) -> None:
         """Forgets a request that ended, waiting or running; the count of a tenant without requests is dropped."""
         tenant = request.tenant

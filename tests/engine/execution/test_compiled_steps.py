@@ -15,8 +15,8 @@ import pytest
 
 from jaxinfer import LLM
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
-from jaxinfer.plan.step_shapes import plan_buckets, plan_draws
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.plan.step_shapes import first_buckets, plan_buckets, plan_draws
 from tests.engine.engines import SMALL, content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.execution.test_batch_builder import make_step
 from tests.engine.probe import runner_of
@@ -41,7 +41,7 @@ def steps_behind(gate):
         return bucket.name
 
     steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_enough()
+    steps.wait_for_first()
     return steps
 
 
@@ -69,7 +69,7 @@ def test_what_no_step_wants_is_not_compiled():
         return bucket.name
 
     steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_enough()
+    steps.wait_for_first()
     assert names == [LAST.name]
 
     steps.choose(DECODE)
@@ -107,8 +107,10 @@ def test_a_step_that_draws_apart_takes_a_bucket_whose_draw_is_compiled(gate, mon
         names.append(bucket.name)
         return bucket.name
 
-    steps = CompiledSteps((*draws, *BUCKETS), compile_bucket)
-    steps.wait_for_enough()
+    steps = CompiledSteps((*draws, *BUCKETS), compile_bucket, expected_form="full")
+    steps.wait_for_first()
+    while not steps.can_draw("full"):
+        time.sleep(0.01)
     assert steps.choose(apart(1)).draw == (LAST.draw("full"), "full draw 8")
     while steps.choose(make_step([(5, 1)])).compiled != "decode 1":
         pass
@@ -122,39 +124,122 @@ def test_a_step_that_draws_apart_takes_a_bucket_whose_draw_is_compiled(gate, mon
     assert steps.choose(apart(1))[1:] == ("decode 1", (draws[0], "full draw 1"))
 
 
-def test_a_loop_that_holds_any_is_waited_for(gate):
-    buckets = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, decode_loop_steps=4))
+def test_a_draw_that_a_request_waits_for_comes_before_what_steps_would_rather_have(gate, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    names = []
 
     def compile_bucket(bucket):
-        assert bucket in (LAST, *enough.values()) or gate.wait(60)
+        assert bucket.name != "decode 1" or gate.wait(60)
+        names.append(bucket.name)
         return bucket.name
 
-    enough = {bucket.form: bucket for bucket in buckets if bucket.num_steps > 1}
-    steps = CompiledSteps(buckets, compile_bucket)
-    steps.wait_for_enough()
+    steps = CompiledSteps((*plan_draws(BUCKETS), *BUCKETS), compile_bucket)
+    steps.wait_for_first()
+    for num_rows in (1, 8):
+        steps.choose(make_step([(5, 1)] * num_rows))
+    assert not steps.can_draw("full")
+    assert steps.can_draw("plain")
+    gate.set()
+    while not steps.can_draw("full"):
+        steps.wait_for_one(1.0)
+    steps.wait()
+
+    assert names.index("full draw 8") < names.index("decode 8")
+
+
+def test_a_draw_that_cannot_be_compiled_says_why(monkeypatch):
+    def compile_bucket(bucket):
+        if bucket.is_draw:
+            raise MemoryError("out of registers")
+        return bucket.name
+
+    steps = CompiledSteps((*plan_draws(BUCKETS), *BUCKETS), compile_bucket)
+    steps.wait_for_first()
+    while steps.draw_error("full") is None:
+        assert not steps.can_draw("full")
+
+    assert steps.draw_error("full") == "full draw 8 cannot be compiled: MemoryError('out of registers')"
+    assert steps.draw_error("plain") is None
+
+
+LOOPED = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, decode_loop_steps=4))
+
+
+def test_a_loop_is_there_when_it_is_compiled_for_all_rows(gate):
+    def compile_bucket(bucket):
+        assert bucket == LAST or gate.wait(60)
+        return bucket.name
+
+    steps = CompiledSteps(LOOPED, compile_bucket)
+    steps.wait_for_first()
+    assert not steps.can_loop("plain")
+    gate.set()
+    while not steps.can_loop("plain"):
+        steps.wait_for_one(1.0)
     step = make_step([(5, 1)])
     step.is_loop = True
 
-    assert steps.choose(step).bucket == enough["plain"]
-    step.form = "filtered"
-    assert steps.choose(step).bucket == enough["filtered"]
-    assert steps.choose(make_step([(5, 1)])).bucket == LAST
+    assert steps.choose(step).compiled == "plain loop of 4 steps 8"
+    assert not CompiledSteps(BUCKETS, compile_bucket).can_loop("plain")
 
 
-@pytest.mark.parametrize("reason", ["the compiler uses the device", "several processes"])
-def test_all_steps_are_waited_for_where_they_cannot_come_later(monkeypatch, reason):
-    if reason == "several processes":
-        monkeypatch.setattr("jax.process_count", lambda: 2)
-    else:
-        monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+LARGE = plan_buckets(EngineConfig(max_num_seqs=32, max_num_batched_tokens=2048))
+
+
+def test_steps_grow_when_a_larger_prefill_is_compiled_and_that_is_when_it_is_wanted(gate):
+    names = []
 
     def compile_bucket(bucket):
+        assert bucket != LARGE[-1] or gate.wait(60)
+        names.append(bucket.name)
         return bucket.name
 
-    steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_enough()
+    steps = CompiledSteps(LARGE, compile_bucket)
+    steps.wait_for_first()
+    assert (steps.max_tokens, names) == (128, ["prefill 128"])
+    steps.want_tokens()
+    assert steps.max_tokens == 128
+    gate.set()
+    while steps.max_tokens == 128:
+        steps.wait_for_one(1.0)
 
-    assert set(steps.compiled) == set(BUCKETS)
+    assert steps.max_tokens == 2048
+    assert names == ["prefill 128", "prefill 2048"]
+
+
+@pytest.mark.parametrize("loop_steps", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_the_first_shapes_compute_any_rows_and_are_three_at_most(monkeypatch, backend, num_rows, loop_steps):
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    config = EngineConfig(max_num_seqs=num_rows, decode_loop_steps=loop_steps)
+    buckets = plan_buckets(config)
+
+    first = first_buckets(buckets)
+
+    prefill, *decode = first
+    assert prefill.is_prefill
+    assert prefill.num_rows == num_rows
+    assert prefill.num_tokens == max(128, num_rows)
+    assert len(first) <= 3
+    assert bool(decode) == (backend != "cpu")
+    if decode:
+        assert decode[-1] == max(
+            (b for b in buckets if b.is_decode and b.form == "plain"), key=lambda b: (b.num_rows, b.num_steps)
+        )
+        assert decode[0].num_rows == min(num_rows, 8)
+
+
+def test_an_accelerator_has_no_shapes_that_a_larger_one_computes_as_fast(monkeypatch):
+    config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=2048, decode_loop_steps=4)
+    counts = {}
+    for backend in ("tpu", "gpu"):
+        monkeypatch.setattr("jax.default_backend", lambda backend=backend: backend)
+        buckets = plan_buckets(config)
+        counts[backend] = len(buckets) + len(plan_draws(buckets))
+        assert {b.num_rows for b in (*buckets, *plan_draws(buckets))} == {8, 64, 256}
+
+    assert counts == {"tpu": 14, "gpu": 17}  # 17 and 23 with decode steps of one row and draws of 128
 
 
 def test_threads_may_wait_for_the_steps_that_another_chooses_from():
@@ -169,7 +254,7 @@ def test_threads_may_wait_for_the_steps_that_another_chooses_from():
     try:
         for _ in range(30):
             steps, errors = CompiledSteps(buckets, compile_bucket), []
-            steps.wait_for_enough()
+            steps.wait_for_first()
 
             def wait(steps=steps, errors=errors):
                 try:
@@ -206,7 +291,7 @@ import os, threading, time
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.plan.step_shapes import plan_buckets
-buckets = plan_buckets(EngineConfig())
+buckets = plan_buckets(EngineConfig(max_num_batched_tokens=64))
 """
 
 
@@ -220,7 +305,7 @@ def test_the_end_of_a_program_waits_for_no_step_that_has_not_begun():
     program = (
         "os.cpu_count = lambda: 2; "
         "steps = CompiledSteps(buckets, lambda bucket: (print(bucket.name, flush=True), time.sleep(1))); "
-        "steps.wait_for_enough(); steps._demand(buckets)"
+        "steps.wait_for_first(); steps._demand(buckets)"
     )
     assert len(output_of(program).splitlines()) <= 2
 
@@ -230,7 +315,7 @@ def test_a_program_ends_well_while_a_step_is_compiled_for_a_thread(is_daemon):
     program = (
         "begun = threading.Event(); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or begun.set() or time.sleep(1)); "
-        "steps.wait_for_enough(); "
+        "steps.wait_for_first(); "
         f"threading.Thread(target=steps._demand, args=(buckets,), daemon={is_daemon}).start(); begun.wait()"
     )
     output_of(program)  # fails for another status than 0
@@ -259,11 +344,12 @@ def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
         # Not ignored, as it is in the background of a shell.
         "import signal, threading, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from jaxinfer.config import EngineConfig; from jaxinfer.plan.step_shapes import plan_buckets; "
-        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; "
+        "buckets = plan_buckets(EngineConfig(max_num_batched_tokens=64)); "
         "begun = threading.Event(); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or begun.set() or time.sleep(20)); "
         # Called when the program has ended and the process begins to wait for its threads.
-        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_enough(); "
+        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_first(); "
         "steps._demand(buckets); begun.wait()"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -280,7 +366,7 @@ import sys, threading
 import jax, jax.numpy as jnp
 from jaxinfer.cli import main
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.plan.step_shapes import plan_buckets
 
 has_begun = threading.Event()
@@ -298,9 +384,9 @@ def compile_bucket(bucket):
 
 def command():
     global buckets
-    buckets = plan_buckets(EngineConfig())
+    buckets = plan_buckets(EngineConfig(max_num_batched_tokens=64))
     steps = CompiledSteps(buckets, compile_bucket)
-    steps.wait_for_enough()
+    steps.wait_for_first()
     steps._demand(buckets)
     has_begun.wait()
     steps.cancel()
@@ -332,7 +418,7 @@ def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
         return bucket.name
 
     steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_enough()
+    steps.wait_for_first()
 
     while not caplog.records:
         assert steps.choose(DECODE) == (LAST, LAST.name, None)
@@ -382,15 +468,15 @@ def test_a_failure_at_the_last_is_raised():
         raise MemoryError("out of registers")
 
     with pytest.raises(MemoryError, match="out of registers"):
-        CompiledSteps(BUCKETS, compile_bucket).wait_for_enough()
+        CompiledSteps(BUCKETS, compile_bucket).wait_for_first()
 
 
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
     expected, steps = contents(llm), runner_of(llm).compiled_steps
-    last = enough_buckets(steps._buckets)
-    for name in ("_compiled", "_ready", "_with_draw"):
+    (first,) = first_buckets(steps._buckets)
+    for name in ("_compiled", "_ready", "_with_draw", "_max_tokens"):
         monkeypatch.setattr(steps, name, getattr(steps, name))  # as they are, after the test
-    steps._compiled = {bucket: steps.of(bucket) for bucket in last}
+    steps._compiled = {bucket: steps.of(bucket) for bucket in (first, first.draw("full"))}
     steps._record_ready()
 
     with recorded_steps(llm) as computed:

@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer import LLM
 from jaxinfer.checkpoint import abstract_checkpoint
-from jaxinfer.config import CacheConfig, SamplingParams
-from jaxinfer.engine.execution import warm_up
+from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.engine.execution import step_compiler, warm_up
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.model.cache import page_arrays
 from jaxinfer.parallel import placement
 from jaxinfer.plan import cache, limits
 from jaxinfer.plan.memory import num_bytes
 from tests.compiler import layers_apart
-from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, random_prompts, ready_engine, small_engine
+from tests.engine.engines import GREEDY, SMALL, are_tpu_kernels_interpreted, random_prompts, ready_engine, small_engine
 from tests.engine.probe import runner_of
 
 LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the model has one layer, and two
@@ -44,6 +45,38 @@ def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
         analysis = step.memory_analysis()
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         assert analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes <= memory.total_bytes
+
+
+def test_a_small_reserve_is_kept_and_one_round_of_compilation_is_enough(checkpoint, monkeypatch):
+    rounds, compile_for = [], warm_up.WarmUp._compile_for
+    monkeypatch.setattr(
+        warm_up.WarmUp, "_compile_for", lambda self, num_pages: rounds.append(num_pages) or compile_for(self, num_pages)
+    )
+    monkeypatch.setattr(warm_up, "MAX_RESERVED", 1.0)
+
+    with small_engine(checkpoint, max_model_len=256, memory_bytes=2 * LIMIT) as llm:
+        ready = llm.warm_up()
+
+        assert len(rounds) == 1
+        assert 0.98 * 2 * LIMIT <= ready.memory.total_bytes <= 2 * LIMIT or ready.memory.num_pages == 4 * 256 / 16
+
+
+def test_a_step_that_needs_more_than_is_reserved_is_not_used_and_says_so(checkpoint, monkeypatch, caplog):
+    monkeypatch.setattr(warm_up, "MAX_RESERVED", 1.0)
+    needed = step_compiler.StepCompiler.step_bytes
+
+    def step_bytes(self, compiled):
+        (first, *others) = compiled
+        return needed(self, compiled) if others or first.is_prefill else 2**40
+
+    monkeypatch.setattr(step_compiler.StepCompiler, "step_bytes", step_bytes)
+
+    with LLM(checkpoint, config=EngineConfig(**SMALL, memory_bytes=2 * LIMIT)) as llm:
+        first, second = (llm.generate([[5, 6, 7]], GREEDY, show_progress=False)[0] for _ in range(2))
+        with pytest.raises(RuntimeError, match=r"needs 1099511627776 bytes beside parameters and pages, and \d+ are"):
+            llm.warm_up()
+
+    assert first.token_ids == second.token_ids
 
 
 def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(checkpoint, monkeypatch):
