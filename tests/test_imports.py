@@ -186,7 +186,10 @@ def test_no_module_imports_oracles_or_training_frameworks():
 
 # What is kept on disk of a compiler's work depends on the compiler's own flags, and bits on CPU depend on one of them.
 # A compiler in a process of its own gets its settings by variables.
-MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.xla_options", "jaxinfer.plan.compiler"}
+MAY_READ_FLAGS = {
+    *("jaxinfer.engine.execution.executable_cache", "jaxinfer.engine.execution.executable_key"),
+    *("jaxinfer.xla_options", "jaxinfer.plan.compiler"),
+}
 
 
 def test_no_module_reads_or_sets_an_environment_variable():

@@ -13,24 +13,19 @@ import logging
 import math
 import os
 import pickle
-import platform
 import re
 import time
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import config as jax_config
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.extend.backend import get_backend
-from jax.sharding import NamedSharding
 
 from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, try_lock, write_checked
 from jaxinfer.device import COMPILATION_CACHE
-from jaxinfer.source_digest import source_digest
+from jaxinfer.engine.execution.executable_key import devices_of, executable_key
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +43,6 @@ _FAILURES = (
     *(OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PickleError),
     jax.errors.JaxRuntimeError,
 )
-# Options of JAX's cache folder and upkeep; executables do not depend on them.
-_OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 
 def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
@@ -60,7 +53,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     folder = cache_folder()
     if folder is None or _has_custom(statics) or jax.process_count() > 1:
         return _compile(function, args, statics)
-    path, devices = folder / f"jaxinfer-{_key(function, args, statics)}", _devices(args)
+    path, devices = folder / f"jaxinfer-{_key(function, args, statics)}", devices_of(args)
     found = _inode(path)
     if (loaded := _load(path, devices)) is not None:
         return loaded
@@ -246,62 +239,4 @@ def _is_private(path: Path) -> bool:
 
 
 def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:
-    leaves, structure = jax.tree.flatten(args)
-    parts = [
-        source_digest(function, args, statics.values(), compiler=__name__),
-        _surroundings(),
-        *_options(),
-        _name(function),
-        *(f"{name} {_name(value)}" for name, value in sorted(statics.items())),
-        str(structure),
-        *(f"{leaf.shape} {leaf.dtype} {getattr(leaf, 'sharding', None)}" for leaf in leaves),
-        # The name of a sharding shows the axes of its mesh, but not the order of devices.
-        *(f"{device.id} {device.device_kind}" for device in _devices(args)),
-    ]
-    return blake2b("\n".join(parts).encode(), digest_size=20).hexdigest()
-
-
-def _name(value: Any) -> str:
-    """Returns a name that is the same in every process; the `repr` of a function contains its address."""
-    return f"{value.__module__} {value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
-
-
-def _options() -> list[str]:
-    """Returns JAX's options with this thread's values; `jax.config.values` has the global ones."""
-    values = jax.config.values
-    names = sorted(name for name in values if not name.startswith(_OWN_OPTIONS))
-    return [f"{name} {getattr(jax.config, name, values[name])}" for name in names]
-
-
-@functools.cache
-def _surroundings() -> str:
-    """Returns versions, devices, environment and host, on which compilation depends beside source, call and options."""
-    backend = get_backend()
-    variables = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    devices = [(device.id, device.device_kind) for device in jax.devices()]
-    versions = [version("jax"), version("jaxlib"), backend.platform_version]
-    return f"{versions} {devices} {variables} {_host()}"
-
-
-def _host() -> str:
-    """Returns the properties of the host that CPU code is compiled for: instruction set and number of cores."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    except OSError:
-        processor = [platform.processor()]
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.machine()} {processor} {num_cores}"
-
-
-def _devices(args: Sequence[Any]) -> list[Any]:
-    """Returns the devices that hold the arguments; the first device if none of them is placed.
-
-    They are in the order of the arguments' mesh, which an executable depends on, or without one in that of ids.
-    """
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
-    meshes: list[Any] = [*{sharding.mesh: None for sharding in shardings if isinstance(sharding, NamedSharding)}]
-    if len(meshes) == 1:
-        return [*meshes[0].devices.flat]
-    placed = {device for sharding in shardings for device in sharding.device_set}
-    return sorted(placed, key=lambda device: device.id) or jax.devices()[:1]
+    return executable_key(function, args, statics, compiler=__name__)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution import executable_cache
+from jaxinfer.engine.execution import executable_cache, executable_key
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.steps.steps import StepOptions
 from tests.on_devices import with_devices
@@ -393,6 +393,19 @@ def test_a_setting_of_this_thread_alone_counts(folder, num_traces):
         assert num_traces(jnp.zeros(6), X) == 1
 
 
+@pytest.fixture(autouse=True)
+def _facts_read_anew():
+    """Facts of the host and of packages are read again in each test, which may change them, and after it."""
+    clear_facts()
+    yield
+    clear_facts()
+
+
+def clear_facts():
+    executable_key._of_host.cache_clear()
+    executable_key._compiler_packages.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -403,25 +416,22 @@ def test_a_setting_of_this_thread_alone_counts(folder, num_traces):
 )
 def test_other_code_another_machine_and_another_version_compile_anew(folder, num_traces, monkeypatch, name, value):
     num_traces(jnp.zeros(6), X)
-    monkeypatch.setattr(executable_cache, name, value)
-    executable_cache._surroundings.cache_clear()
+    monkeypatch.setattr(executable_key, name, value)
+    clear_facts()
 
     assert num_traces(jnp.zeros(6), X) == 1
 
     monkeypatch.undo()
-    executable_cache._surroundings.cache_clear()
+    clear_facts()
     assert num_traces(jnp.zeros(6), X) == 0
 
 
 def test_flags_of_the_compiler_count(folder, num_traces, monkeypatch):
     num_traces(jnp.zeros(6), X)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=false")
-    executable_cache._surroundings.cache_clear()
+    clear_facts()
 
     assert num_traces(jnp.zeros(6), X) == 1
-
-    monkeypatch.undo()
-    executable_cache._surroundings.cache_clear()
 
 
 def test_a_processor_of_the_users_is_never_kept(folder, num_traces):
