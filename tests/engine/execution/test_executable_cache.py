@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution import executable_cache, executable_key
+from jaxinfer.engine.execution import executable_cache, executable_files, executable_key
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.steps.steps import StepOptions
 from tests.on_devices import with_devices
@@ -179,7 +179,7 @@ def test_each_step_leaves_one_file_and_functions_of_the_user_that_compile_meanwh
 @pytest.fixture
 def limit(folder, monkeypatch):
     """Sets the limit that the user gives JAX's cache, for the steps alone: JAX reads it once in a process."""
-    return lambda num_bytes: monkeypatch.setattr(executable_cache, "_jaxs_limit", lambda: num_bytes)
+    return lambda num_bytes: monkeypatch.setattr(executable_files, "_jaxs_limit", lambda: num_bytes)
 
 
 def size_of_all(folder):
@@ -221,7 +221,7 @@ def test_a_limit_of_zero_keeps_nothing(folder, limit, num_traces):
 
 def test_without_a_limit_of_the_user_there_is_one_of_the_package(folder, num_traces, monkeypatch):
     num_traces(jnp.zeros(6), X)
-    monkeypatch.setattr(executable_cache, "MAX_BYTES", size_of_all(folder) * 3 // 2)
+    monkeypatch.setattr(executable_files, "MAX_BYTES", size_of_all(folder) * 3 // 2)
 
     for power in range(2, 5):
         num_traces(jnp.zeros(6), X, power=power)
@@ -235,9 +235,9 @@ def test_entries_of_jax_count_in_the_packages_own_folder_alone(folder, num_trace
     for path in (entry, notes):
         path.write_bytes(bytes(10**6))
         os.utime(path, (0, 0))
-    monkeypatch.setattr(executable_cache, "MAX_BYTES", 10**6)
+    monkeypatch.setattr(executable_files, "MAX_BYTES", 10**6)
     if is_own:
-        monkeypatch.setattr(executable_cache, "COMPILATION_CACHE", folder)
+        monkeypatch.setattr(executable_files, "COMPILATION_CACHE", folder)
 
     num_traces(jnp.zeros(6), X)
 
@@ -249,7 +249,7 @@ def test_a_start_that_compiles_nothing_also_brings_the_folder_within_the_limit(f
     num_traces(jnp.zeros(6), X, power=2)
     num_traces(jnp.zeros(6), X)
     limit(size_of_all(folder) * 3 // 4)
-    executable_cache._is_usable.cache_clear()
+    executable_files._is_usable.cache_clear()
 
     assert num_traces(jnp.zeros(6), X) == 0
     assert len(kept(folder)) == 1
@@ -257,17 +257,17 @@ def test_a_start_that_compiles_nothing_also_brings_the_folder_within_the_limit(f
 
 def test_a_file_that_another_process_removes_is_a_miss_and_no_error(folder, num_traces, caplog, monkeypatch):
     num_traces(jnp.zeros(6), X)
-    is_private = executable_cache._is_private
+    is_private = executable_files._is_private
 
     def look_and_lose(path):
         found = is_private(path)
         path.unlink()
         return found
 
-    monkeypatch.setattr(executable_cache, "_is_private", look_and_lose)
+    monkeypatch.setattr(executable_files, "_is_private", look_and_lose)
     with caplog.at_level(logging.WARNING):
         assert num_traces(jnp.zeros(6), X) == 1
-        monkeypatch.setattr(executable_cache, "write_checked", lambda *_: None)  # as if removed at once
+        monkeypatch.setattr(executable_files, "write_checked", lambda *_: None)  # as if removed at once
         assert num_traces(jnp.zeros(6), X, power=2) == 1
 
     assert caplog.text == ""
@@ -361,7 +361,7 @@ def test_a_lock_that_is_never_released_keeps_no_step_from_being_compiled(folder,
     num_traces(jnp.zeros(6), X)
     (path,) = kept(folder)
     path.unlink()
-    monkeypatch.setattr(executable_cache, "MAX_WAIT_SECONDS", 600 if state.startswith("left") else 0.2)
+    monkeypatch.setattr(executable_files, "MAX_WAIT_SECONDS", 600 if state.startswith("left") else 0.2)
 
     with (folder / f".{path.name}.0").open("wb") as lock:
         if state.startswith("held"):
@@ -468,7 +468,7 @@ def test_where_nothing_can_be_written_the_function_is_there_all_the_same(tmp_pat
 @pytest.mark.parametrize("who", ["group", "others", "owner"])
 def test_nothing_is_loaded_that_another_user_could_have_written(folder, num_traces, caplog, monkeypatch, who):
     num_traces(jnp.zeros(6), X)
-    executable_cache._is_usable.cache_clear()
+    executable_files._is_usable.cache_clear()
     if who == "owner" and os.getuid() == 0:
         os.chown(folder, 4321, -1)
     elif who == "owner":
