@@ -107,7 +107,7 @@ class Bucket:
 
     def __init__(self, url: str, file_system: Any, root: str) -> None:
         self._url, self._fs, self._root = url.rstrip("/"), file_system, root.rstrip("/")
-        self._has_failed: set[str] = set()
+        self._failures: dict[str, Exception] = {}
 
     def read(self, name: str) -> memoryview:
         """Returns the content of an object; raises FileNotFoundError if there is none, or after an error."""
@@ -128,16 +128,21 @@ class Bucket:
             self._fs.pipe_file(path, content)
 
     def _ask(self, verb: str, request: Any, name: str) -> Any:
-        if verb in self._has_failed:
+        if verb in self._failures:
             return None
         try:
             return request(f"{self._root}/{name}")
         except FileNotFoundError:
             return None
         except Exception as error:  # each file system has its own types
-            self._has_failed.add(verb)
+            self._failures[verb] = error
             logger.warning("no compiled steps are %s at %s from now on: %s", verb, self, error)
             return None
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error after which nothing is written any more."""
+        return self._failures.get("written")
 
     def identity(self, name: str) -> None:
         """Returns None: it is not worth asking if another process has written the object meanwhile."""
