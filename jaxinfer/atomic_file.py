@@ -93,8 +93,17 @@ def files_by_use(folder: Path, name: str) -> list[tuple[int, str, int]]:
 
 def read_checked(path: Path) -> memoryview:
     """Returns the joined buffers of `write_checked`. DamagedFileError if they changed, OSError if it is absent."""
-    content = memoryview(path.read_bytes())
-    sealed = content[SEAL_BYTES:]
-    if blake2b(sealed, digest_size=SEAL_BYTES).digest() != content[:SEAL_BYTES]:
-        raise DamagedFileError(f"{path} is cut off or changed: its {len(content)} bytes do not have their own digest")
-    return sealed
+    return unsealed(path.read_bytes(), path)
+
+
+def sealed(content: bytes) -> bytes:
+    """Returns a digest and the content, as `write_checked` writes them."""
+    return blake2b(content, digest_size=SEAL_BYTES).digest() + content
+
+
+def unsealed(whole: bytes, name: Any) -> memoryview:
+    """Returns the content behind its digest. DamagedFileError, with the name of the file, if it changed."""
+    content = memoryview(whole)
+    if blake2b(content[SEAL_BYTES:], digest_size=SEAL_BYTES).digest() != content[:SEAL_BYTES]:
+        raise DamagedFileError(f"{name} is cut off or changed: its {len(content)} bytes do not have their own digest")
+    return content[SEAL_BYTES:]

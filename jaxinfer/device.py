@@ -31,6 +31,9 @@ DTYPES = {
 }
 # Tokens of a step by default; see `default_batched_tokens`.
 CPU_BATCHED_TOKENS, ACCELERATOR_BATCHED_TOKENS = 512, 2048
+LOCAL_SCHEMES = ("file://", "local://")
+# The URL of compiled steps, if JAX cannot open it and so has another folder.
+_url_of_steps: list[str] = []
 # Bytes of the page pool if neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
 
@@ -183,10 +186,38 @@ def enable_compilation_cache() -> None:
     If the user gave JAX a folder (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration), that
     folder is used. JAX_ENABLE_COMPILATION_CACHE=false switches the cache off, and JAX_COMPILATION_CACHE_MAX_SIZE sets
     its limit in bytes. The setting is JAX's own, so JAX also keeps the user's functions there if they compile later in
-    this process.
+    this process. Of a URL that JAX cannot open, it keeps them in the default folder, and only steps go to the URL.
     """
     settings = jax.config.values
-    if settings["jax_compilation_cache_dir"] is None and settings["jax_enable_compilation_cache"]:
-        jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
-        # Keep every step: many steps of a small model compile in under JAX's threshold of a second.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    place = settings["jax_compilation_cache_dir"]
+    if not settings["jax_enable_compilation_cache"]:
+        return
+    if place is not None and "://" in place and not _opens(place):
+        _url_of_steps.append(place)
+    elif place is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
+    # Keep every step: many steps of a small model compile in under JAX's threshold of a second.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def compilation_cache() -> str | None:
+    """Returns the folder or URL of compiled steps; None if the cache is off. A URL of local files is a folder."""
+    settings = jax.config.values
+    place = settings["jax_compilation_cache_dir"]
+    if not place or not settings["jax_enable_compilation_cache"]:
+        return None
+    if _url_of_steps and place == str(COMPILATION_CACHE):
+        place = _url_of_steps[-1]
+    return next((place[len(scheme) :] for scheme in LOCAL_SCHEMES if place.startswith(scheme)), place)
+
+
+def _opens(url: str) -> bool:
+    """True if JAX can open a URL; otherwise it would fail at the first function that it compiles."""
+    try:
+        from etils import epath
+
+        epath.Path(url)
+    except (ImportError, KeyError):
+        return False
+    return True

@@ -52,8 +52,8 @@ ALLOWED = {
     " engine.scheduling model names parallel plain_values sampling_params text validation",
     "openai": "config engine.frontend engine.request json_lines names sampling_params text validation",
 }
-# The command line, the server, the simulation, batch jobs, the interfaces of other engines and the
-# engine's own few modules may import all of these.
+# The command line, the server, the simulation, batch jobs, compiling ahead of time, the interfaces of other engines and
+# the engine's own few modules may import all of these.
 NO_JAX = ("config", "gguf", "text", "engine.request", "engine.kv_cache", "engine.scheduling")
 
 
@@ -140,7 +140,7 @@ def test_a_package_imports_only_packages_below_it(package):
 
 def test_every_package_below_the_engine_has_a_line_in_the_table():
     assert {package_of(module) for module in MODULES} - set(ALLOWED) == {
-        *("", "__main__", "batch_job", "cli", "compat", "serve", "simulation"),
+        *("", "__main__", "ahead_of_time", "batch_job", "cli", "compat", "serve", "simulation"),
         *("engine", "engine.agreement", "engine.assembly", "engine.async_llm", "engine.device_choice", "engine.engine"),
         *("engine.engine_thread", "engine.fair_threads", "engine.guarded_engine", "engine.llm", "engine.page_mover"),
         *("engine.text_checks", "engine.timeline"),
@@ -186,7 +186,10 @@ def test_no_module_imports_oracles_or_training_frameworks():
 
 # What is kept on disk of a compiler's work depends on the compiler's own flags, and bits on CPU depend on one of them.
 # A compiler in a process of its own gets its settings by variables.
-MAY_READ_FLAGS = {"jaxinfer.engine.execution.executable_cache", "jaxinfer.xla_options", "jaxinfer.plan.compiler"}
+MAY_READ_FLAGS = {
+    *("jaxinfer.engine.execution.executable_cache", "jaxinfer.engine.execution.executable_key"),
+    *("jaxinfer.xla_options", "jaxinfer.plan.compiler", "jaxinfer.ahead_of_time.start"),
+}
 
 
 def test_no_module_reads_or_sets_an_environment_variable():

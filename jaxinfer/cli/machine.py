@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import describe_cpu, enable_compilation_cache, idle_accelerators
-from jaxinfer.engine.execution.executable_cache import cache_bytes, cache_folder
+from jaxinfer.engine.execution.executable_files import Bucket, cache_place
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.latent_attention import LatentAttention
@@ -78,11 +78,13 @@ def _versions() -> Iterator[str]:
 
 
 def _cache() -> str:
-    folder = cache_folder()
-    if folder is None:
+    place = cache_place()
+    if place is None:
         return "not kept on disk"
-    used, limit = cache_bytes(folder)
-    return f"{folder}, {used / GIGABYTE:.2f} of {limit / GIGABYTE:.2f} GB used"
+    if isinstance(place, Bucket):
+        return f"{place}, without a limit of the engine's"
+    used, limit = place.sizes()
+    return f"{place}, {used / GIGABYTE:.2f} of {limit / GIGABYTE:.2f} GB used"
 
 
 def kernel_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[str]:
@@ -194,7 +196,7 @@ def missing_packages(package: str, extra: str) -> set[str]:
 def slow_parts(dtype: str, cache_dtype: str | None = None) -> Iterator[str]:
     """Yields a line for each thing that is slow on this machine, with its reason and the way out."""
     device = device_at_hand()
-    if cache_folder() is None:
+    if cache_place() is None:
         yield "each start compiles anew: compiled steps are not kept on disk (JAX_COMPILATION_CACHE_DIR)"
     if device.platform == "cpu":
         yield from idle_accelerators()

@@ -5,6 +5,7 @@
 * `jaxinfer batch` runs a file of requests.
 * `jaxinfer serve` answers OpenAI's API.
 * `jaxinfer warm-up` compiles all steps of a model, for later starts.
+* `jaxinfer compile` does so without weights, into a folder or bucket, also for TPUs and GPUs that are not here.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
 * `jaxinfer plan` says where a model fits, and how fast it can be there.
@@ -65,8 +66,13 @@ WARM_UP = "compile all steps of a model, which later starts then load from disk"
 WARM_UP_OPTIONS = (
     "Steps are compiled for a machine and for the engine's limits: give the options of the starts to come."
 )
+COMPILE = "compile all steps of a model without its weights, for starts elsewhere"
+COMPILE_OPTIONS = (
+    "Steps are compiled for the engine's limits: give the options of the starts to come, and set their"
+    " JAX_COMPILATION_CACHE_DIR to the place of --out. They need the same versions of jaxinfer, JAX and its compiler."
+)
 # The commands whose argument without a name is the model.
-TAKE_MODEL = ("chat", "serve", "bench", "warm-up", "doctor")
+TAKE_MODEL = ("chat", "serve", "bench", "warm-up", "compile", "doctor")
 # EngineConfig fields without effect on the output of generate and batch.
 OMITTED = ("ttft_target", "tpot_target")
 
@@ -191,6 +197,13 @@ def _parser() -> argparse.ArgumentParser:
     warmer = commands.add_parser("warm-up", help=WARM_UP, epilog=WARM_UP_OPTIONS, allow_abbrev=False)
     warmer.set_defaults(run=_warm_up)
 
+    compiler = commands.add_parser("compile", help=COMPILE, epilog=COMPILE_OPTIONS, allow_abbrev=False)
+    compiler.add_argument("--out", required=True, metavar="PLACE", help="folder or URL of the compiled steps")
+    compiler.add_argument(
+        "--chip", metavar="NAME", help="devices that need not be here, such as v6e-4; without it, the devices here"
+    )
+    compiler.set_defaults(run=_compile)
+
     planner = commands.add_parser("plan", help="say where a model fits, without its weights", allow_abbrev=False)
     plan.add_options(planner)
     add_fields(planner, EngineConfig, omit=plan.OMITTED)
@@ -219,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         job: OMITTED,
         server: (),
         warmer: OMITTED,
+        compiler: OMITTED,
         doctor: (),
     }
     for command, omit in omitted.items():
@@ -394,6 +408,29 @@ def _warm_up(arguments: argparse.Namespace) -> None:
     llm.close()
     if not arguments.quiet:
         show(ready.compiled)
+
+
+def _compile(arguments: argparse.Namespace) -> None:
+    config = from_arguments(EngineConfig, arguments)
+    from jaxinfer.ahead_of_time.start import Start, compile_start, compile_start_for
+    from jaxinfer.device import require_device
+
+    start = Start(
+        model=arguments.model,
+        config=config,
+        dtype=arguments.dtype,
+        place=arguments.out,
+        show_progress=not arguments.quiet,
+    )
+    if arguments.chip is None:
+        require_device(arguments.memory_fraction)
+        compiled = compile_start(start)
+    elif arguments.memory_fraction is not None:
+        raise ValueError("--memory-fraction is for a GPU that is here; give --memory-bytes beside --chip")
+    else:
+        compiled = compile_start_for(start, arguments.chip)
+    if not arguments.quiet:
+        show(f"{compiled} in {arguments.out}")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -135,6 +135,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("jaxinfer warm-up Qwen/Qwen3-0.6B", "all steps, for the default limits"),
         ("jaxinfer warm-up ./my-model --max-model-len 8192 --max-num-seqs 32", "for a start with these options"),
     ),
+    "compile": (
+        ("jaxinfer compile Qwen/Qwen3-0.6B --out ./steps", "for the devices here, without loading weights"),
+        (
+            "jaxinfer compile Qwen/Qwen3-8B --out gs://bucket/steps --chip v6e-1 --num-pages 6144",
+            "for a TPU elsewhere",
+        ),
+    ),
     "plan": (
         ("jaxinfer plan Qwen3-8B --device v6e-1", "a built-in shape on one TPU"),
         ("jaxinfer plan Llama-3-70B --device H100x4 --context 4096", "with 4,096 tokens in each request"),

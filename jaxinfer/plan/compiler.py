@@ -110,7 +110,7 @@ def require_compiler(chip: str, platform: str, count: int) -> None:
     is_there = find_spec("libtpu") is not None if platform == "tpu" else gpu_compiler.is_available()
     name = "the compiler for TPU (libtpu)" if platform == "tpu" else "the CUDA compiler for JAX"
     if not is_there:
-        raise ValueError(f"{name} is not installed: {INSTALL}; or plan without it (no --compile)")
+        raise ValueError(f"{name} is not installed: {INSTALL}; a plan alone needs none")
     if platform == "gpu":
         _gpu_of(chip)
     else:
@@ -131,6 +131,18 @@ def tpu_mesh(chip: str, axes: Mapping[str, int]) -> Mesh:
         platform="tpu", topology_name=f"{chip}:{shape}", **(ONE_CHIP if shape == "1x1" else {})
     )
     return Mesh(np.array(topology.devices[:count]).reshape(*axes.values()), tuple(axes))
+
+
+def described_devices(chip: str, platform: str, count: int) -> list[Any]:
+    """Returns all devices of a machine or slice of a number of chips, which need not be here.
+
+    Raises ValueError if there is no such slice.
+    """
+    mesh = tpu_mesh(chip, {"all": count}) if platform == "tpu" else gpu_compiler.mesh_of(_gpu_of(chip), {"all": count})
+    devices = mesh.devices.flat[0].client.devices()
+    if len(devices) != count:
+        raise ValueError(f"{count} devices of {chip} are no whole slice; the smallest that has them has {len(devices)}")
+    return devices
 
 
 def _gpu_of(chip: str) -> str:

@@ -29,7 +29,7 @@ from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, resolve_max_m
 from jaxinfer.plan.compiler import SLICES, CompiledStep, CompileTask, compile_steps, require_compiler
 from jaxinfer.plan.devices import Chip, Devices
 from jaxinfer.plan.limits import SPARE, TOKENS_PER_ROW, plan_memory
-from jaxinfer.plan.memory import MemoryPlan, num_bytes, num_elements
+from jaxinfer.plan.memory import MemoryPlan, num_bytes, num_elements, usable_pages
 from jaxinfer.plan.roofline import Split, StepFigures, experts_of, prompt_seconds, step_figures
 from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows
 from jaxinfer.validation import shown
@@ -336,7 +336,7 @@ def _plan_memory(question: MemoryQuestion, chip: Chip) -> tuple[MemoryQuestion, 
     limits = {"max_num_batched_tokens": tokens, "max_mixed_tokens": tokens, "decode_loop_steps": 1}
     question = replace(question, config=replace(config, memory_bytes=limit, **limits))
     question, useful, plan = plan_memory(question, limit)
-    num_pages = max(min(plan.num_fitting, useful.num_pages), 0)
+    num_pages = max(usable_pages(plan, useful.num_pages), 0)
     if chip.platform == "gpu":
         num_pages = addressable_pages(question, useful, num_pages)
     return question, useful, replace(plan, num_pages=num_pages)

@@ -20,6 +20,9 @@ MAX_ROUNDS = 4
 
 # Left free for compiled functions that do not say what they need.
 UNTOLD_BYTES = 2**30
+# Numbers of pages between a power of two and the next. Free bytes differ by a few MB from start to start, and each
+# number has executables of its own.
+STEPS_PER_OCTAVE = 64
 
 Compiled = TypeVar("Compiled")
 
@@ -109,16 +112,17 @@ def fit_pages(
 
     `compile_for` takes a number of pages and returns what it compiled and what that needs; `guess.step_bytes` is what
     it may need. `allowed` takes a number of pages and returns the most up to it that a kernel can use. Raises
-    ValueError if the limit is too small; with `is_fixed`, for `guess.num_pages`.
+    ValueError if the limit is too small; with `is_fixed`, for `guess.num_pages`. Otherwise pages within a limit come in
+    the steps of `usable_pages`.
     """
     most, least = guess.num_pages, guess.num_pages if is_fixed else 1
     _require_room(replace(guess, step_bytes=0), least)  # what cannot fit at all is not worth compiling
-    num_pages = max(allowed(min(most, guess.num_fitting)), least)
+    num_pages = max(allowed(usable_pages(guess, most)), least)
     for _ in range(MAX_ROUNDS):
         compiled, needed = compile_for(num_pages)
         plan = replace(guess, step_bytes=needed, num_pages=num_pages)
         _require_room(plan, least)
-        fitting = max(allowed(min(plan.num_fitting, most)), least)
+        fitting = max(allowed(usable_pages(plan, most)), least)
         if plan.limit_bytes is None or 0 <= (fitting - num_pages) * plan.page_bytes <= WASTE * plan.limit_bytes:
             return compiled, plan
         num_pages = fitting
@@ -139,14 +143,25 @@ def reserve_pages(
     most, least = guess.num_pages, guess.num_pages if is_fixed else 1
     _require_room(guess, least)
     for _ in range(MAX_ROUNDS):
-        num_pages = max(allowed(min(most, guess.num_fitting)), least)
+        num_pages = max(allowed(usable_pages(guess, most)), least)
         compiled, needed = compile_for(num_pages)
         is_limited = guess.limit_bytes is not None
         guess = replace(guess, step_bytes=max(needed, guess.step_bytes) if is_limited else needed)
         _require_room(guess, least)
-        if not is_limited or num_pages <= max(guess.num_fitting, least):
+        if not is_limited or num_pages <= max(usable_pages(guess, most), least):
             return compiled, replace(guess, num_pages=num_pages)
     raise RuntimeError(f"what compiled steps need keeps growing: {guess}")
+
+
+def usable_pages(plan: MemoryPlan, most: int) -> int:
+    """Returns `most`, or fewer pages that the limit has room for, in steps of at most 1/STEPS_PER_OCTAVE of them.
+
+    `most` itself may lie between two steps: it follows from the engine's limits, which are the same in each start.
+    """
+    if plan.limit_bytes is None or plan.num_fitting >= most:
+        return most
+    step = 2 ** (max(plan.num_fitting, 1).bit_length() - 1) // STEPS_PER_OCTAVE
+    return plan.num_fitting - plan.num_fitting % max(step, 1)
 
 
 def _require_room(plan: MemoryPlan, num_pages: int) -> None:

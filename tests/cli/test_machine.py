@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxinfer.cli import machine
 from jaxinfer.cli.main import main
 from jaxinfer.config import NARROW_CACHE_DTYPES, EngineConfig
-from jaxinfer.engine.execution import executable_cache
+from jaxinfer.engine.execution.executable_files import Folder
 from tests.engine.engines import save_small_checkpoint
 
 
@@ -112,7 +112,7 @@ SLOW = [
 
 @pytest.mark.parametrize(("kind", "platform", "dtype", "told"), SLOW)
 def test_each_slow_part_is_told_with_its_reason(kind, platform, dtype, told, monkeypatch):
-    monkeypatch.setattr(machine, "cache_folder", lambda: Path("here"))
+    monkeypatch.setattr(machine, "cache_place", lambda: Folder(Path("here")))
     with on(kind, platform):
         lines = list(machine.slow_parts(dtype))
 
@@ -125,7 +125,7 @@ def test_what_slows_a_cpu_is_told(monkeypatch):
     monkeypatch.setattr(machine, "idle_accelerators", lambda: ["nvidia0 is there"])
     monkeypatch.setattr(machine, "describe_cpu", lambda: "a CPU, avx2")
     monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(machine, "cache_folder", lambda: None)
+    monkeypatch.setattr(machine, "cache_place", lambda: None)
 
     cache, device, vectors, dtype, narrow_cache = machine.slow_parts("bfloat16", "fp8")
 
@@ -162,7 +162,7 @@ def test_the_size_of_the_cache_is_that_of_its_files(tmp_path):
     for name, size in (("jaxinfer-0a", 3), ("jaxinfer-0b", 4), ("another", 5)):
         (tmp_path / name).write_bytes(bytes(size))
 
-    assert executable_cache.cache_bytes(tmp_path)[0] == 7
+    assert Folder(tmp_path).sizes()[0] == 7
 
 
 def test_the_command_on_a_gpu_describes_it_and_promises_no_bits(checkpoint, capsys):

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.plan.memory import UNTOLD_BYTES, MemoryPlan, fit_pages, num_bytes, reserve_pages, step_bytes
+from jaxinfer.plan.memory import (
+    UNTOLD_BYTES,
+    MemoryPlan,
+    fit_pages,
+    num_bytes,
+    reserve_pages,
+    step_bytes,
+    usable_pages,
+)
 
 GUESS = MemoryPlan(resident_bytes=1000, step_bytes=500, page_bytes=10, num_pages=800, limit_bytes=5000)
 
@@ -31,8 +39,9 @@ def fit(needed, *, plan_pages=fit_pages, is_fixed=False, allowed=lambda num_page
 def test_pages_take_what_parameters_and_steps_leave():
     plan, compiled = fit(lambda _: 500)
 
-    assert (plan.num_pages, plan.total_bytes) == ((5000 - 1000 - 500) // 10, 5000)
-    assert compiled == [350]
+    assert plan.num_pages == 348  # (5000 - 1000 - 500) // 10, in steps of 256 // 64
+    assert plan.total_bytes == 4980
+    assert compiled == [348]
 
 
 def test_a_limit_below_the_parameters_is_refused_with_what_makes_them_fewer():
@@ -43,28 +52,29 @@ def test_a_limit_below_the_parameters_is_refused_with_what_makes_them_fewer():
 def test_a_guess_that_was_too_low_is_compiled_again_for_fewer_pages():
     plan, compiled = fit(lambda _: 1500)
 
-    assert compiled == [350, 250]
+    assert compiled == [348, 250]
     assert (plan.step_bytes, plan.total_bytes) == (1500, 5000)
 
 
 def test_a_guess_that_wastes_memory_is_compiled_again_for_more_pages():
     plan, compiled = fit(lambda _: 100)
 
-    assert compiled == [350, 390]
-    assert plan.total_bytes == 5000
+    assert compiled == [348, 388]
+    assert plan.total_bytes == 4980
 
 
 def test_what_a_guess_wastes_within_a_fiftieth_of_the_limit_is_not_worth_compiling_again():
-    plan, compiled = fit(lambda _: 400)  # 10 pages of 10 bytes more
+    plan, compiled = fit(lambda _: 420)  # two steps of 4 pages of 10 bytes more
 
-    assert compiled == [350]
+    assert compiled == [348]
     assert plan.total_bytes == 4900
 
 
 def test_needs_that_grow_with_the_pages_are_met_as_well():
     plan, _ = fit(lambda num_pages: 500 + 2 * num_pages)
 
-    assert 0.98 * 5000 <= plan.total_bytes <= 5000
+    # A fiftieth is not worth compiling again, and pages come in steps of at most 1/64 of them.
+    assert (0.98 - 1 / 64) * 5000 <= plan.total_bytes <= 5000
     assert plan.step_bytes == 500 + 2 * plan.num_pages
 
 
@@ -92,6 +102,33 @@ def test_without_a_limit_the_plan_says_what_steps_need():
 def test_a_reserve_without_room_for_a_page_is_refused():
     with pytest.raises(ValueError, match=r"memory_bytes=1505 is too little: .*; raise EngineConfig.memory_bytes"):
         fit(lambda _: 500, plan_pages=reserve_pages, limit_bytes=1505)
+
+
+MANY = {"resident_bytes": 16 * 10**9, "step_bytes": 10**9, "page_bytes": 2**21, "num_pages": 10**6}
+
+
+def test_limits_that_differ_by_a_few_megabytes_have_the_same_number_of_pages():
+    limits = [80 * 10**9 + megabytes * 10**6 for megabytes in (0, 1, 5, 40)]
+
+    plans = [fit(lambda _: 10**9, limit_bytes=limit, **MANY)[0] for limit in limits]
+
+    assert len({plan.num_fitting for plan in plans}) == 4
+    assert {plan.num_pages for plan in plans} == {29_952}  # of 30,040 a multiple of 2^14 / 64
+
+
+@pytest.mark.parametrize("num_fitting", [*range(1, 130), 255, 256, 257, 10_239, 10_240, 65_535, 65_537])
+def test_steps_of_pages_leave_at_most_a_64th_of_them_unused(num_fitting):
+    plan = MemoryPlan(resident_bytes=0, step_bytes=0, page_bytes=10, num_pages=1, limit_bytes=10 * num_fitting + 9)
+
+    usable = usable_pages(plan, 10**6)
+
+    assert num_fitting * 63 / 64 < usable <= num_fitting
+    assert usable == num_fitting or num_fitting >= 128
+    assert usable_pages(plan, num_fitting) == num_fitting  # the most that is of use
+
+
+def test_a_number_of_pages_that_is_given_stays():
+    assert fit(lambda _: 500, is_fixed=True, num_pages=349)[1] == [349]  # in steps it would be 348
 
 
 def test_pages_that_no_kernel_can_use_are_left_out():

@@ -2,46 +2,29 @@
 
 JAX's own compilation cache needs the traced and lowered function for its key: half of a small model's start. Our key
 hashes the inputs of tracing (source, versions, options, shapes), so a hit skips tracing too. The files lie in JAX's
-cache folder, within its limit or MAX_BYTES; disabling that cache disables this one.
+cache folder or below its URL; disabling that cache disables this one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
 import pickle
-import platform
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src import config as jax_config
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.extend.backend import get_backend
-from jax.sharding import NamedSharding
 
-from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, try_lock, write_checked
-from jaxinfer.device import COMPILATION_CACHE
-from jaxinfer.source_digest import source_digest
+from jaxinfer.engine.execution.executable_files import Bucket, Folder, cache_place
+from jaxinfer.engine.execution.executable_key import devices_of, executable_key
 from kernels_pallas.gpu_products import PASSES, compiler_options, weight_itemsize
 
 logger = logging.getLogger(__name__)
-
-# Longest wait for another process that compiles the same, which may have been stopped; then both compile.
-MAX_WAIT_SECONDS = 600
-POLL_SECONDS = 0.05
-# Limit of the files if the user sets none for JAX's cache. The ten steps of the bundled model take 15 MB on a CPU.
-MAX_BYTES = 2**32
-NAME = "jaxinfer-[0-9a-f]+"
-JAXS_NAME = ".+-cache"
 
 # Exceptions of the device, the disk or JAX when an executable cannot be written or read. Pickle raises AttributeError
 # for a function that is local to another, such as a callback to Python.
@@ -49,8 +32,6 @@ _FAILURES = (
     *(OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PickleError),
     jax.errors.JaxRuntimeError,
 )
-# Options of JAX's cache folder and upkeep; executables do not depend on them.
-_OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 
 def compile_or_load(function: Any, *args: Any, num_rows: int = 1, **statics: Any) -> jax.stages.Compiled:
@@ -59,114 +40,39 @@ def compile_or_load(function: Any, *args: Any, num_rows: int = 1, **statics: Any
     `num_rows`: the most rows of its products with the first argument, by which a GPU multiplies. Always compiles if
     options have logits processors of the user (`custom`), because no key shows their changes.
     """
-    folder, options = cache_folder(), compiler_options(num_rows, weight_itemsize(args[:1]))
-    if folder is None or _has_custom(statics) or jax.process_count() > 1:
+    place, options = cache_place(), compiler_options(num_rows, weight_itemsize(args[:1]))
+    if place is None or _has_custom(statics) or jax.process_count() > 1:
         return _compile(function, args, statics, options)
-    path, devices = folder / f"jaxinfer-{_key(function, args, statics, options)}", _devices(args)
-    found = _inode(path)
-    if (loaded := _load(path, devices)) is not None:
+    name, devices = f"jaxinfer-{_key(function, args, statics, options)}", devices_of(args)
+    found = place.identity(name)
+    if (loaded := _load(place, name, devices)) is not None:
         return loaded
-    with _compiling_alone(path):
-        if _inode(path) != found and (loaded := _load(path, devices)) is not None:  # another has just written it
+    with place.compiling_alone(name):
+        # Another process may just have written it.
+        if place.identity(name) != found and (loaded := _load(place, name, devices)) is not None:
             return loaded
         with _no_jax_entry():
             compiled = _compile(function, args, statics, options, without=[_no_pass()])
         try:
-            _keep(path, pickle.dumps(serialize(compiled)))
+            place.write(name, pickle.dumps(serialize(compiled)))
         except _FAILURES as error:
-            logger.warning("%s cannot be kept for the next start: %s", path, error)
+            logger.warning("%s/%s cannot be kept for the next start: %s", place, name, error)
     return compiled
 
 
-def _inode(path: Path) -> int | None:
-    """Returns the number that another file at this path does not have; None if there is no file."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_ino
-    return None
-
-
-def _load(path: Path, devices: list[Any]) -> jax.stages.Compiled | None:
+def _load(place: Folder | Bucket, name: str, devices: list[Any]) -> jax.stages.Compiled | None:
     """Returns the executable in a file; None if there is none that can be loaded."""
     try:
-        if not _is_private(path):  # unpickling could run code of another user
-            raise PermissionError("another user can write to it")
-        with contextlib.suppress(OSError):  # root's file may be read here, but not touched
-            os.utime(path)  # tells all processes when it was last used
-        return deserialize_and_load(*pickle.loads(read_checked(path)), execution_devices=devices)
+        return deserialize_and_load(*pickle.loads(place.read(name)), execution_devices=devices)
     except FileNotFoundError:
         pass
     except _FAILURES as error:
-        logger.warning("%s cannot be loaded and is made anew: %s", path, error)
+        logger.warning("%s/%s cannot be loaded and is made anew: %s", place, name, error)
     return None
-
-
-@contextlib.contextmanager
-def _compiling_alone(path: Path) -> Iterator[None]:
-    """Waits while another thread or process compiles for the same file.
-
-    The system releases the lock of a process that ends. A compilation goes on without the lock after MAX_WAIT_SECONDS,
-    or if the folder has no locks.
-    """
-    # A name that `remove_orphans` knows, should a process be killed here.
-    lock = path.with_name(f".{path.name}.0")
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            file = stack.enter_context(open(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "rb"))
-            deadline = time.monotonic() + MAX_WAIT_SECONDS
-            while not (is_locked := try_lock(file)) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            if is_locked:  # a thread that has opened the file by now waits for this lock, and finds the result
-                stack.callback(lock.unlink, missing_ok=True)
-        yield
 
 
 def _has_custom(statics: dict[str, Any]) -> bool:
     return any(getattr(value, "custom", ()) for value in statics.values())
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Writes a file to the folder, unless it is larger than all files together may be."""
-    if SEAL_BYTES + len(content) > _max_bytes():
-        return
-    write_checked(path, [content])
-    with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-        path.chmod(0o600)  # else `_is_private` refuses it if the umask lets a group write
-    _make_room(path.parent)
-
-
-def _make_room(folder: Path) -> None:
-    """Removes the files that were used longest ago, if all together exceed the limit."""
-    files = _counted_files(folder)
-    excess = sum(size for *_, size in files) - _max_bytes()
-    for _, name, size in files:
-        if excess <= 0:
-            break
-        excess -= size
-        with contextlib.suppress(OSError):
-            (folder / name).unlink()
-
-
-def _counted_files(folder: Path) -> list[Any]:
-    """Returns the files that the limit is for, as `files_by_use` does."""
-    # In the package's own folder JAX's entries count too, among them those that no process can read any more: earlier
-    # versions let JAX write one beside each of ours. JAX bounds its entries only if the user sets a limit.
-    is_own = folder == COMPILATION_CACHE and _jaxs_limit() < 0
-    return files_by_use(folder, f"{NAME}|{JAXS_NAME}" if is_own else NAME)
-
-
-def cache_bytes(folder: Path) -> tuple[int, int]:
-    """Returns the bytes of the files in the folder of the cache, and their limit."""
-    return sum(size for *_, size in _counted_files(folder)), _max_bytes()
-
-
-def _max_bytes() -> int:
-    limit = _jaxs_limit()
-    return MAX_BYTES if limit < 0 else limit
-
-
-def _jaxs_limit() -> int:
-    """Returns the limit of JAX's cache in bytes, below 0 if the user has set none; 0 disables the cache."""
-    return jax.config.values["jax_compilation_cache_max_size"]
 
 
 def _no_jax_entry() -> contextlib.AbstractContextManager[Any]:
@@ -212,104 +118,5 @@ def _compile(
     return compiled
 
 
-def cache_folder() -> Path | None:
-    """Returns the folder of the cache, or None if the cache is off or the folder cannot be used."""
-    settings = jax.config.values
-    folder = settings["jax_compilation_cache_dir"]
-    # JAX also accepts URLs of cloud storage; this cache does not.
-    is_used = folder and settings["jax_enable_compilation_cache"] and _jaxs_limit() and "://" not in folder
-    return Path(folder) if is_used and _is_usable(Path(folder)) else None
-
-
-@functools.cache  # checks once, and so warns once
-def _is_usable(folder: Path) -> bool:
-    """True if the folder can be used; creates it if necessary, and removes orphaned files and those above the limit.
-
-    False, with a warning, if another user can write to it.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(folder):
-            logger.warning(
-                "%s belongs to another user, or others can write to it: compiled steps in it could run their code, so"
-                " they are neither loaded nor kept; run `chmod go-w %s`, or set JAX_COMPILATION_CACHE_DIR to a folder"
-                " of your own",
-                folder,
-                folder,
-            )
-            return False
-        remove_orphans(folder, NAME)
-        _make_room(folder)
-    except OSError as error:
-        logger.warning("%s cannot be used, so compiled steps cannot be kept for the next start: %s", folder, error)
-        return False
-    return True
-
-
-def _is_private(path: Path) -> bool:
-    """True if only this user and root can write to the path; always True on Windows, which has no such check."""
-    status = path.stat()
-    return os.name == "nt" or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
-
-
 def _key(function: Any, args: Sequence[Any], statics: dict[str, Any], options: Mapping[str, Any]) -> str:
-    leaves, structure = jax.tree.flatten(args)
-    parts = [
-        source_digest(function, args, statics.values(), compiler=__name__),
-        _surroundings(),
-        *_options(),
-        repr(sorted(options.items())),
-        _name(function),
-        *(f"{name} {_name(value)}" for name, value in sorted(statics.items())),
-        str(structure),
-        *(f"{leaf.shape} {leaf.dtype} {getattr(leaf, 'sharding', None)}" for leaf in leaves),
-        # The name of a sharding shows the axes of its mesh, but not the order of devices.
-        *(f"{device.id} {device.device_kind}" for device in _devices(args)),
-    ]
-    return blake2b("\n".join(parts).encode(), digest_size=20).hexdigest()
-
-
-def _name(value: Any) -> str:
-    """Returns a name that is the same in every process; the `repr` of a function contains its address."""
-    return f"{value.__module__} {value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
-
-
-def _options() -> list[str]:
-    """Returns JAX's options with this thread's values; `jax.config.values` has the global ones."""
-    values = jax.config.values
-    names = sorted(name for name in values if not name.startswith(_OWN_OPTIONS))
-    return [f"{name} {getattr(jax.config, name, values[name])}" for name in names]
-
-
-@functools.cache
-def _surroundings() -> str:
-    """Returns versions, devices, environment and host, on which compilation depends beside source, call and options."""
-    backend = get_backend()
-    variables = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    devices = [(device.id, device.device_kind) for device in jax.devices()]
-    versions = [version("jax"), version("jaxlib"), backend.platform_version]
-    return f"{versions} {devices} {variables} {_host()}"
-
-
-def _host() -> str:
-    """Returns the properties of the host that CPU code is compiled for: instruction set and number of cores."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    except OSError:
-        processor = [platform.processor()]
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.machine()} {processor} {num_cores}"
-
-
-def _devices(args: Sequence[Any]) -> list[Any]:
-    """Returns the devices that hold the arguments; the first device if none of them is placed.
-
-    They are in the order of the arguments' mesh, which an executable depends on, or without one in that of ids.
-    """
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
-    meshes: list[Any] = [*{sharding.mesh: None for sharding in shardings if isinstance(sharding, NamedSharding)}]
-    if len(meshes) == 1:
-        return [*meshes[0].devices.flat]
-    placed = {device for sharding in shardings for device in sharding.device_set}
-    return sorted(placed, key=lambda device: device.id) or jax.devices()[:1]
+    return executable_key(function, args, statics, options, compiler=__name__)

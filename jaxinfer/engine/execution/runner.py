@@ -314,6 +314,16 @@ class Undrawn(NamedTuple):
     sampling: SamplingBatch  # without masks
 
 
+def compile_insertion(model: EngineModel) -> jax.stages.Compiled | None:
+    """Compiles the function that puts an adapter into its slot; returns None if the engine takes no adapters."""
+    slots = model.abstract_slots
+    if slots is None:
+        return None
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], *a.shape[2:]), a.dtype), slots)
+    insert = jax.jit(insert_adapter, donate_argnames="slots", out_shardings=model.placement.whole)
+    return compile_or_load(insert, slots, *model.placement.replicated((jax.ShapeDtypeStruct((), jnp.int32), one)))
+
+
 class AdapterArrays:
     """The slots of all weights, of which steps read each row's. Nothing is compiled after the constructor.
 
@@ -321,11 +331,9 @@ class AdapterArrays:
     """
 
     def __init__(self, model: EngineModel) -> None:
-        slots = model.abstract_slots
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], *a.shape[2:]), a.dtype), slots)
-        self._place, place = model.placement.put, model.placement.replicated
-        insert = jax.jit(insert_adapter, donate_argnames="slots", out_shardings=model.placement.whole)
-        self._compiled = compile_or_load(insert, slots, *place((jax.ShapeDtypeStruct((), jnp.int32), one)))
+        slots, compiled = model.abstract_slots, compile_insertion(model)
+        assert compiled is not None  # there are slots
+        self._place, self._compiled = model.placement.put, compiled
         self._slots = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), slots)
 
     @classmethod

@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, guess_memory, plan_cache
-from jaxinfer.plan.memory import MemoryPlan, fit_pages, reserve_pages
+from jaxinfer.plan.memory import MemoryPlan, fit_pages, reserve_pages, usable_pages
 from jaxinfer.plan.step_shapes import Bucket, first_buckets, plan_buckets
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.sampling_params import Form
@@ -175,7 +175,7 @@ class WarmUp:
         self._cancel()
         if limit_bytes is not None:
             self._reserved = self._memory.step_bytes
-        fitting = min(replace(self._memory, num_pages=guess.num_pages).num_fitting, guess.num_pages)
+        fitting = usable_pages(self._memory, guess.num_pages)
         if not is_fixed and (addressable := self._addressable(fitting)) < fitting:
             logger.warning(
                 "%d of the %d pages that fit are used: in 4 or 8 bits, GPU kernels read no keys between 2 and 4 GiB",

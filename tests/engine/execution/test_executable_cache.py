@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.engine.execution import executable_cache
+from jaxinfer.engine.execution import executable_cache, executable_files, executable_key
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.steps.steps import StepOptions
 from kernels_pallas.gpu_products import PASSES
@@ -180,7 +180,7 @@ def test_each_step_leaves_one_file_and_functions_of_the_user_that_compile_meanwh
 @pytest.fixture
 def limit(folder, monkeypatch):
     """Sets the limit that the user gives JAX's cache, for the steps alone: JAX reads it once in a process."""
-    return lambda num_bytes: monkeypatch.setattr(executable_cache, "_jaxs_limit", lambda: num_bytes)
+    return lambda num_bytes: monkeypatch.setattr(executable_files, "_jaxs_limit", lambda: num_bytes)
 
 
 def size_of_all(folder):
@@ -222,7 +222,7 @@ def test_a_limit_of_zero_keeps_nothing(folder, limit, num_traces):
 
 def test_without_a_limit_of_the_user_there_is_one_of_the_package(folder, num_traces, monkeypatch):
     num_traces(jnp.zeros(6), X)
-    monkeypatch.setattr(executable_cache, "MAX_BYTES", size_of_all(folder) * 3 // 2)
+    monkeypatch.setattr(executable_files, "MAX_BYTES", size_of_all(folder) * 3 // 2)
 
     for power in range(2, 5):
         num_traces(jnp.zeros(6), X, power=power)
@@ -236,9 +236,9 @@ def test_entries_of_jax_count_in_the_packages_own_folder_alone(folder, num_trace
     for path in (entry, notes):
         path.write_bytes(bytes(10**6))
         os.utime(path, (0, 0))
-    monkeypatch.setattr(executable_cache, "MAX_BYTES", 10**6)
+    monkeypatch.setattr(executable_files, "MAX_BYTES", 10**6)
     if is_own:
-        monkeypatch.setattr(executable_cache, "COMPILATION_CACHE", folder)
+        monkeypatch.setattr(executable_files, "COMPILATION_CACHE", folder)
 
     num_traces(jnp.zeros(6), X)
 
@@ -250,7 +250,7 @@ def test_a_start_that_compiles_nothing_also_brings_the_folder_within_the_limit(f
     num_traces(jnp.zeros(6), X, power=2)
     num_traces(jnp.zeros(6), X)
     limit(size_of_all(folder) * 3 // 4)
-    executable_cache._is_usable.cache_clear()
+    executable_files._is_usable.cache_clear()
 
     assert num_traces(jnp.zeros(6), X) == 0
     assert len(kept(folder)) == 1
@@ -258,17 +258,17 @@ def test_a_start_that_compiles_nothing_also_brings_the_folder_within_the_limit(f
 
 def test_a_file_that_another_process_removes_is_a_miss_and_no_error(folder, num_traces, caplog, monkeypatch):
     num_traces(jnp.zeros(6), X)
-    is_private = executable_cache._is_private
+    is_private = executable_files._is_private
 
     def look_and_lose(path):
         found = is_private(path)
         path.unlink()
         return found
 
-    monkeypatch.setattr(executable_cache, "_is_private", look_and_lose)
+    monkeypatch.setattr(executable_files, "_is_private", look_and_lose)
     with caplog.at_level(logging.WARNING):
         assert num_traces(jnp.zeros(6), X) == 1
-        monkeypatch.setattr(executable_cache, "write_checked", lambda *_: None)  # as if removed at once
+        monkeypatch.setattr(executable_files, "write_checked", lambda *_: None)  # as if removed at once
         assert num_traces(jnp.zeros(6), X, power=2) == 1
 
     assert caplog.text == ""
@@ -362,7 +362,7 @@ def test_a_lock_that_is_never_released_keeps_no_step_from_being_compiled(folder,
     num_traces(jnp.zeros(6), X)
     (path,) = kept(folder)
     path.unlink()
-    monkeypatch.setattr(executable_cache, "MAX_WAIT_SECONDS", 600 if state.startswith("left") else 0.2)
+    monkeypatch.setattr(executable_files, "MAX_WAIT_SECONDS", 600 if state.startswith("left") else 0.2)
 
     with (folder / f".{path.name}.0").open("wb") as lock:
         if state.startswith("held"):
@@ -394,6 +394,19 @@ def test_a_setting_of_this_thread_alone_counts(folder, num_traces):
         assert num_traces(jnp.zeros(6), X) == 1
 
 
+@pytest.fixture(autouse=True)
+def _facts_read_anew():
+    """Facts of the host and of packages are read again in each test, which may change them, and after it."""
+    clear_facts()
+    yield
+    clear_facts()
+
+
+def clear_facts():
+    executable_key._of_host.cache_clear()
+    executable_key._compiler_packages.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -404,25 +417,22 @@ def test_a_setting_of_this_thread_alone_counts(folder, num_traces):
 )
 def test_other_code_another_machine_and_another_version_compile_anew(folder, num_traces, monkeypatch, name, value):
     num_traces(jnp.zeros(6), X)
-    monkeypatch.setattr(executable_cache, name, value)
-    executable_cache._surroundings.cache_clear()
+    monkeypatch.setattr(executable_key, name, value)
+    clear_facts()
 
     assert num_traces(jnp.zeros(6), X) == 1
 
     monkeypatch.undo()
-    executable_cache._surroundings.cache_clear()
+    clear_facts()
     assert num_traces(jnp.zeros(6), X) == 0
 
 
 def test_flags_of_the_compiler_count(folder, num_traces, monkeypatch):
     num_traces(jnp.zeros(6), X)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=false")
-    executable_cache._surroundings.cache_clear()
+    clear_facts()
 
     assert num_traces(jnp.zeros(6), X) == 1
-
-    monkeypatch.undo()
-    executable_cache._surroundings.cache_clear()
 
 
 def test_a_processor_of_the_users_is_never_kept(folder, num_traces):
@@ -459,7 +469,7 @@ def test_where_nothing_can_be_written_the_function_is_there_all_the_same(tmp_pat
 @pytest.mark.parametrize("who", ["group", "others", "owner"])
 def test_nothing_is_loaded_that_another_user_could_have_written(folder, num_traces, caplog, monkeypatch, who):
     num_traces(jnp.zeros(6), X)
-    executable_cache._is_usable.cache_clear()
+    executable_files._is_usable.cache_clear()
     if who == "owner" and os.getuid() == 0:
         os.chown(folder, 4321, -1)
     elif who == "owner":
