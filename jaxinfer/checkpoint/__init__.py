@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.checkpoint.checkpoint import Checkpoint, name_of, open_checkpoint
 from jaxinfer.checkpoint.generation_config import read_sampling_defaults
 from jaxinfer.checkpoint.huggingface import resolve_checkpoint
 from jaxinfer.config import require_quantization
@@ -23,6 +23,7 @@ __all__ = [
     "abstract_checkpoint",
     "load_checkpoint",
     "load_params",
+    "name_of",
     "open_checkpoint",
     "read_config",
     "read_sampling_defaults",

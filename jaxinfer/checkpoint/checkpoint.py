@@ -51,6 +51,14 @@ GENERATION_FILE = "generation_config.json"
 SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
 
 
+def name_of(model: str | Path | None) -> str:
+    """Returns the name of a model in requests: that of its folder or file, or its Hub id; None is the bundled model."""
+    if model is None:
+        return "tiny"
+    path = Path(model)
+    return path.resolve().name if path.exists() else str(model)
+
+
 def open_checkpoint(path_or_id: str | Path | Checkpoint, patterns: Sequence[str] = DOWNLOADED) -> Checkpoint:
     """Returns the checkpoint at the place that `resolve_checkpoint` finds, or the given one; opens no file yet.
 

@@ -134,7 +134,7 @@ def serve(arguments: argparse.Namespace) -> None:
     if folder is not None and not arguments.process_id:
         store = FileStore(folder, max_file_bytes=arguments.max_file_bytes)
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
-    from jaxinfer.engine.engine import name_of
+    from jaxinfer.checkpoint import name_of
 
     named, served = read_adapters(arguments), arguments.served_name or [name_of(arguments.model)]
     if taken := sorted(named.keys() & {*served}):

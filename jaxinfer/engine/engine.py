@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from jaxinfer.checkpoint import open_checkpoint
+from jaxinfer.checkpoint import name_of, open_checkpoint
 from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
@@ -48,6 +48,7 @@ from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.adapted_params import Adapter
 from jaxinfer.model.params import Params, fit_params
 from jaxinfer.sampling.processors import LogitsProcessor, checked_processors
+from jaxinfer.sampling_params import Form
 from jaxinfer.text.answers.answers import Answers
 from jaxinfer.validation import as_bool, require
 
@@ -55,14 +56,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5  # for a compilation, between looks at deadlines and interrupts
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
-
-
-def name_of(model: str | Path | None) -> str:
-    """Returns the name of a model in requests: that of its folder or file, or its Hub id."""
-    if model is None:
-        return "tiny"
-    path = Path(model)
-    return path.resolve().name if path.exists() else str(model)
 
 
 class Engine:
@@ -97,7 +90,7 @@ class Engine:
         self._dtype = resolve_dtype(dtype)
         self._checkpoint = open_checkpoint(BUNDLED_MODEL if model is None else model)
         # In requests that name their model: the shorter name, and the one that was given.
-        self.model_names = tuple(dict.fromkeys((name_of(model), *(() if model is None else (str(model),)))))
+        self.model_names = tuple(dict.fromkeys((name_of(model), str(model or name_of(model)))))
         self._lifecycle = Lifecycle("LLM", FAILURE_NOTE)
         parts = build_engine(
             self._checkpoint,
@@ -156,24 +149,22 @@ class Engine:
 
     @property
     def has_steps(self) -> bool:
-        """True if a step can be computed.
-
-        Else the last texts of all unfinished requests are under check, or their steps are being compiled.
-        """
+        """True if a step can be computed; else requests wait for checks of their texts, or for a compilation."""
         self.check()
         return self._scheduler.num_unfinished > self._scheduler.num_held
 
+    @property
+    def held_forms(self) -> set[Form]:
+        """The forms of draws that are being compiled, while requests wait for them."""
+        return self._scheduler.held_forms
+
     def on_change(self, on_change: Callable[[], object]) -> None:
-        """Has a function called on another thread when `advance` may go on: after a text's check or a compilation."""
-        self._checks.on_done = on_change
-        for warm_up in self._warm_ups:
-            warm_up.steps.on_ready = on_change
+        """Has a function called on another thread when `advance` may go on, after a check or a compilation."""
+        for source in (self._checks, *(warm_up.steps for warm_up in self._warm_ups)):
+            source.on_change = on_change
 
     def wait_for_change(self) -> None:
-        """Waits until `advance` may go on, if there is something to wait for, at most WAIT_SECONDS.
-
-        That is a text under check, which is then handed out, or a step that is being compiled.
-        """
+        """Waits for a text under check, and hands it out, or for a compilation, at most WAIT_SECONDS."""
         if self._checks.pending:
             self._checks.wait()
             self._hand_out(self._checks.take())
@@ -255,8 +246,7 @@ class Engine:
     def read_adapter(self, path: str | Path) -> Adapter:
         """Reads an adapter for `load_adapter`; changes nothing in the engine. Raises ValueError if it does not fit."""
         self.check()
-        config = self.engine_config
-        if not config.max_adapters:
+        if not self.engine_config.max_adapters:
             raise ValueError(
                 "this engine has no slots for adapters (max_adapters=0); raise EngineConfig.max_adapters to the"
                 " number of adapters that may be loaded at once"
@@ -347,8 +337,7 @@ class Engine:
         with self._compile_counter:
             if self._checks.pending:
                 self._hand_out(self._checks.take())
-            self._deliver(self._scheduler.expire())
-            self._deliver(self._scheduler.release_held())
+            self._deliver([*self._scheduler.expire(), *self._scheduler.release_held()])
             result = advance(self._pipelines)
             if result is not None:
                 self._deliver(result.deltas)

@@ -89,7 +89,9 @@ class GuardedEngine:
                         take_effect()
                         elapsed = max(time.monotonic() - started, 1e-9)
                         rate = f"{collector.num_tokens / elapsed:.1f} tokens/s"
-                        progress.update(num_missing - collector.num_missing, rate)
+                        held = self._engine.held_forms
+                        waits = f", compiling the {' and the '.join(sorted(held))} draw" if held else ""
+                        progress.update(num_missing - collector.num_missing, rate + waits)
             finally:
                 for samples in groups:
                     self._engine.drop(samples.request_id)

@@ -24,21 +24,21 @@ class _Check(NamedTuple):
 class TextChecks:
     """Keeps the last deltas of requests back until their texts have been checked.
 
-    The requests have ended for the scheduler: their rows and pages are free. `on_done` is called on another thread when
-    a check is over. All else belongs to one thread, the engine's.
+    The requests have ended for the scheduler: their rows and pages are free. `on_change` is called on another thread
+    when a check is over. All else belongs to one thread, the engine's.
     """
 
     def __init__(self) -> None:
         self._threads = FairThreads(NUM_THREADS, "text checks", max_at_once=CHECKS_OF_TENANT, max_waiting=MAX_INT)
         self.pending: dict[int, _Check] = {}  # by the id of the sample
-        self.on_done: Callable[[], object] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None
 
     def begin(self, request: Request, delta: Delta) -> None:
         """Keeps the last delta of a request back, and begins to check its text."""
         assert request.check is not None
         result = self._threads.submit(request.tenant, request.check)
         self.pending[request.request_id] = _Check(delta, result)
-        result.add_done_callback(lambda _: self.on_done())
+        result.add_done_callback(lambda _: self.on_change())
 
     def wait(self) -> None:
         """Waits until a check is over, if there is one."""

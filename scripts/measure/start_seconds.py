@@ -2,9 +2,9 @@
 
     python scripts/measure/start_seconds.py v6e-1 H200x1 [--models Qwen3-0.6B Llama-3-8B] [--later]
 
-Needs the extra `aot`. The models are those of `jaxinfer.checkpoint.published`, in bfloat16. Their shapes are compiled one
-after the other, in a process for each chip and model. Prints a line of JSON for each: its name, the seconds of the clock
-and of all threads of the processor, and whether the engine waits for it.
+Needs the extra `aot`. The models are those of `jaxinfer.checkpoint.published`, in bfloat16. Their shapes are compiled
+one after the other, in a process for each chip and model. Prints a line of JSON for each: its name, the seconds of the
+clock and of all threads of the processor, and whether the engine waits for it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class CompiledSteps:
         """Starts to compile `first`, by default `first_buckets`, and beside them the draw of `expected_form`."""
         self._buckets, self._compile_bucket = tuple(buckets), compile_bucket
         self._draw_forms = draw_forms_of(self._buckets)
-        self.on_ready: Callable[[], object] = lambda: None  # called on another thread when a step has been compiled
+        self.on_change: Callable[[], object] = lambda: None  # called on another thread when a step has been compiled
         # Of any thread, under the lock.
         self._lock = threading.Lock()
         self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {}
@@ -262,7 +262,7 @@ class CompiledSteps:
                 future.set_result(self._compile_bucket(bucket))
             except BaseException as error:
                 future.set_exception(error)
-            self.on_ready()
+            self.on_change()
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
         futures = self._demand(buckets)

@@ -182,7 +182,7 @@ def double(x):
 def keys():
     executable_key._of_host.cache_clear()
     args = [jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding) for sharding in shardings]
-    return [executable_key.executable_key(double, [arg], {}, compiler=executable_key.__name__) for arg in args]
+    return [executable_key.executable_key(double, [arg], {}, {}, compiler=executable_key.__name__) for arg in args]
 
 name = sys.argv[1]
 mesh = {"cpu": jax.make_mesh, "tpu": tpu_mesh, "gpu": mesh_of}[name]

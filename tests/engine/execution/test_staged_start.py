@@ -13,7 +13,7 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.plan import step_shapes
 from tests.engine.engines import SMALL, forget_prefixes, random_prompts
 
-LIMITS = {**SMALL, "max_num_batched_tokens": 32, "decode_loop_steps": 4}
+CONFIG = EngineConfig(**{**SMALL, "max_num_batched_tokens": 32, "decode_loop_steps": 4})
 FILTERED = SamplingParams(max_tokens=6, temperature=1.0, top_k=3, seed=1)
 
 
@@ -47,7 +47,7 @@ def params_of(max_tokens, temperature):
 def test_three_shapes_serve_any_request_that_is_drawn_plainly_however_long_the_others_take(checkpoint, gate):
     prompts = random_prompts(9, max_len=80)
     params = [params_of(1 + 5 * (i % 3), float(i % 2)) for i in range(9)]
-    with LLM(checkpoint, config=EngineConfig(**LIMITS)) as llm:
+    with LLM(checkpoint, config=CONFIG) as llm:
         assert sorted(shapes_of(llm)) == ["decode 1", "plain loop of 4 steps 4", "prefill 8"]
 
         staged = llm.generate(prompts, params, show_progress=False)
@@ -63,7 +63,7 @@ def test_three_shapes_serve_any_request_that_is_drawn_plainly_however_long_the_o
 
 
 def test_a_request_that_needs_a_fourth_shape_waits_for_it_alone_and_others_run_past_it(checkpoint, gate):
-    with LLM(checkpoint, config=EngineConfig(**LIMITS)) as llm:
+    with LLM(checkpoint, config=CONFIG) as llm:
         first = llm.add([5, 6, 7], FILTERED)
         others = [llm.add([8, 9, i], params_of(5, 0.0)) for i in range(6)]
 
@@ -85,7 +85,7 @@ def test_a_request_that_needs_a_fourth_shape_waits_for_it_alone_and_others_run_p
 
 def test_a_prompt_is_computed_in_small_steps_until_a_large_one_is_there(checkpoint, gate):
     sizes = []
-    with LLM(checkpoint, config=EngineConfig(**LIMITS)) as llm:
+    with LLM(checkpoint, config=CONFIG) as llm:
         llm.on_step = lambda step, seconds: sizes.append(step.num_tokens)
         (staged,) = llm.generate(random_prompts(1, max_len=80)[:1], params_of(2, 0.0), show_progress=False)
         assert max(sizes) == 8
