@@ -25,7 +25,7 @@ T = TypeVar("T")
 # As `outputs.Sink`, but the last argument may be an exception: the request was refused, or the engine has failed.
 ThreadSink = Callable[[Delta | Exception], object]
 MAX_ATTEMPTS = 3  # to compute a step that raises an exception, if the device has not failed
-LOOK_SECONDS = 0.1  # between two looks at the time of the end, while texts are checked and no step is computed
+LOOK_SECONDS = 0.1  # between two looks at deadlines and the time of the end, while no step can be computed
 
 
 class EngineThread:
@@ -158,11 +158,11 @@ class EngineThread:
         num_attempts = 0
         while True:
             is_closing = not self._lifecycle.is_open  # then all commands have come
-            if not self.engine.has_steps and not is_closing:
-                self._commands.get()()
-            elif not self.engine.has_steps and self.engine.num_unfinished:  # the end of a check comes as a command
+            has_requests = self.engine.num_unfinished > 0
+            if not self.engine.has_steps and (has_requests or not is_closing):
+                # The end of a check or a compilation comes as a command; a deadline may pass before.
                 with contextlib.suppress(Empty):
-                    self._commands.get(timeout=LOOK_SECONDS)()
+                    self._commands.get(timeout=LOOK_SECONDS if has_requests else None)()
             self._obey()
             self.engine.check()  # a command may have met a failure of the device
             if is_closing and (self.engine.num_unfinished == 0 or time.monotonic() >= self._closing_time):

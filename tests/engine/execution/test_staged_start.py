@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 
@@ -9,6 +10,8 @@ import pytest
 
 from jaxinfer import LLM
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.engine_thread import EngineThread
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.plan import step_shapes
 from tests.engine.engines import SMALL, forget_prefixes, random_prompts
@@ -81,6 +84,26 @@ def test_a_request_that_needs_a_fourth_shape_waits_for_it_alone_and_others_run_p
         (again,) = llm.generate([[5, 6, 7]], FILTERED, show_progress=False)
 
     assert ended[-1].token_ids == again.token_ids
+
+
+def test_an_engines_thread_ends_a_held_request_at_its_deadline_and_goes_on_when_the_draw_is_there(checkpoint, gate):
+    engine, completions = Engine(checkpoint, config=CONFIG, show_progress=False), queue.Queue()
+    thread = EngineThread(engine)
+
+    def submit(**options):
+        sink = lambda delta: delta.completion and completions.put(delta.completion)  # noqa: E731
+        thread.submit(engine.admit([5, 6, 7], FILTERED, **options), sink)
+
+    try:
+        submit(deadline=0.3)
+        submit()
+        assert completions.get(timeout=60).finish_reason == "deadline"
+        assert completions.empty()
+        gate.set()
+        assert completions.get(timeout=120).finish_reason == "length"
+    finally:
+        gate.set()
+        thread.close(drain_seconds=0.0)
 
 
 def test_a_prompt_is_computed_in_small_steps_until_a_large_one_is_there(checkpoint, gate):
