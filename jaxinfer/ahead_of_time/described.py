@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
 
+from jaxinfer.engine import device_choice
 from jaxinfer.engine.execution import executable_cache
 from jaxinfer.parallel import placement
 from jaxinfer.plan.compiler import ENVIRONMENT, SLICES, TPU_ENVIRONMENT, described_devices, require_compiler
@@ -13,10 +15,17 @@ from jaxinfer.plan.devices import Devices, parse_devices
 from jaxinfer.validation import shown
 from kernels_pallas.gpu_compiler import GPUS
 
+# On a host with TPUs JAX adds this flag, unless it is there, to LIBTPU_INIT_ARGS, which is in the key of steps.
+BARRIER = "--xla_tpu_use_enhanced_launch_barrier"
+
 
 def environment_for(devices: Devices) -> dict[str, str]:
     """Returns the variables of a process for `stand_in`."""
-    return ENVIRONMENT | (TPU_ENVIRONMENT if devices.chip.platform == "tpu" else {})
+    if devices.chip.platform != "tpu":
+        return ENVIRONMENT
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    flags = flags if BARRIER in flags else f"{flags} {BARRIER}=true"
+    return ENVIRONMENT | TPU_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
 
 
 def read_chip(name: str) -> Devices:
@@ -59,15 +68,11 @@ def stand_in(devices: Devices) -> None:
     }
     for name, answer in answers.items():
         setattr(jax, name, answer)
-    placement.free_bytes = lambda devices=None: chip.usable_bytes
-    executable_cache.deserialize_and_load = _load_none
+    for module in (placement, device_choice):
+        setattr(module, "free_bytes", lambda devices=None: chip.usable_bytes)  # noqa: B010
+    executable_cache._load = lambda *_: None  # without a device no executable can be loaded
     # The device of arguments without a sharding. It is no part of a key.
     jax.config.update("jax_default_device", found[0])
-
-
-def _load_none(*_: Any, **__: Any) -> Any:
-    """Has each step compiled, though its file is there: without a device no executable can be loaded."""
-    raise FileNotFoundError
 
 
 def _abstract(tree: Any, sharding: Any = None) -> Any:

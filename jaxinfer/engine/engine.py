@@ -19,7 +19,7 @@ from jaxinfer.display.progress import is_shown
 from jaxinfer.engine.agreement import Agreement, agreement
 from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
-from jaxinfer.engine.execution.compiled_steps import DESCRIPTION, CompileCounter
+from jaxinfer.engine.execution.compiled_steps import DESCRIPTION, CompileCounter, wait_for_one
 from jaxinfer.engine.execution.engine_model import abstract
 from jaxinfer.engine.execution.params_update import require_alike
 from jaxinfer.engine.execution.pipeline import Advance, Pipeline, advance
@@ -153,23 +153,10 @@ class Engine:
         self.check()
         return self._scheduler.num_unfinished > self._scheduler.num_held
 
-    @property
-    def held_forms(self) -> set[Form]:
-        """The forms of draws that are being compiled, while requests wait for them."""
-        return self._scheduler.held_forms
-
     def on_change(self, on_change: Callable[[], object]) -> None:
         """Has a function called on another thread when `advance` may go on, after a check or a compilation."""
         for source in (self._checks, *(warm_up.steps for warm_up in self._warm_ups)):
             source.on_change = on_change
-
-    def wait_for_change(self) -> None:
-        """Waits for a text under check, and hands it out, or for a compilation, at most WAIT_SECONDS."""
-        if self._checks.pending:
-            self._checks.wait()
-            self._hand_out(self._checks.take())
-        elif self._scheduler.num_held:
-            self._warm_ups[0].steps.wait_for_one(WAIT_SECONDS)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -346,6 +333,19 @@ class Engine:
         if result is not None and self.on_step is not None:
             self.on_step(result.step, result.seconds)
         return result
+
+    @property
+    def held_forms(self) -> set[Form]:
+        """The forms of draws that requests wait for, until they are compiled."""
+        return self._scheduler.held_forms
+
+    def wait_for_change(self) -> None:
+        """Waits for a text under check, and hands it out, or for a compilation, then at most WAIT_SECONDS."""
+        if self._checks.pending:
+            self._checks.wait(WAIT_SECONDS if self._scheduler.num_held else None)
+            self._hand_out(self._checks.take())
+        elif self._scheduler.num_held:
+            wait_for_one([warm_up.steps for warm_up in self._warm_ups], WAIT_SECONDS)
 
     def take_error(self) -> Exception | None:
         """Returns the first exception of the drafter since the last call; no token was lost by it."""

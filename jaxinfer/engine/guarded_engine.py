@@ -90,7 +90,7 @@ class GuardedEngine:
                         elapsed = max(time.monotonic() - started, 1e-9)
                         rate = f"{collector.num_tokens / elapsed:.1f} tokens/s"
                         held = self._engine.held_forms
-                        waits = f", compiling the {' and the '.join(sorted(held))} draw" if held else ""
+                        waits = ", requests wait for the compiler" if held else ""
                         progress.update(num_missing - collector.num_missing, rate + waits)
             finally:
                 for samples in groups:

@@ -291,7 +291,10 @@ class LLM:
             engine.unload_adapter(name)
 
     def step(self) -> list[Delta]:
-        """Computes one step and returns its new tokens for the requests of `add`; empty if nothing is left to do."""
+        """Computes one step and returns its new tokens for the requests of `add`.
+
+        They may be none, as of a part of a prompt or while a request waits for the compiler: see `has_unfinished`.
+        """
         self._guarded.advance()
         return self._outputs.take()  # if an interrupt leaves deltas there, the next step returns them
 

@@ -40,9 +40,9 @@ class TextChecks:
         self.pending[request.request_id] = _Check(delta, result)
         result.add_done_callback(lambda _: self.on_change())
 
-    def wait(self) -> None:
-        """Waits until a check is over, if there is one."""
-        wait([check.result for check in self.pending.values()], return_when="FIRST_COMPLETED")
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits until a check is over, if there is one, at most for these seconds."""
+        wait([check.result for check in self.pending.values()], seconds, return_when="FIRST_COMPLETED")
 
     def take(self) -> list[Delta]:
         """Returns the deltas whose checks are over, in the order of `begin`."""

@@ -139,8 +139,13 @@ def reserve_pages(
     """Compiles as `fit_pages` does, for the pages beside `guess.step_bytes`, which stay reserved.
 
     So the first steps are compiled once, and those that are compiled later have room. Plans again if a step needs more.
+    With `is_fixed` steps have what the pages leave.
     """
     most, least = guess.num_pages, guess.num_pages if is_fixed else 1
+    _require_room(replace(guess, step_bytes=0), least)
+    if is_fixed and guess.limit_bytes is not None:
+        left = guess.limit_bytes - replace(guess, step_bytes=0).total_bytes
+        guess = replace(guess, step_bytes=min(guess.step_bytes, left))
     _require_room(guess, least)
     for _ in range(MAX_ROUNDS):
         num_pages = max(allowed(usable_pages(guess, most)), least)

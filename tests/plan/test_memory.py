@@ -93,6 +93,13 @@ def test_a_reserve_that_is_too_small_is_planned_again_and_kept():
     assert (plan.step_bytes, plan.total_bytes) == (1100, 4980)
 
 
+def test_given_pages_that_fit_beside_the_need_are_kept_though_the_guess_leaves_less():
+    plan, compiled = fit(lambda _: 100, plan_pages=reserve_pages, is_fixed=True, num_pages=380)
+
+    assert compiled == [380]
+    assert (plan.num_pages, plan.step_bytes, plan.total_bytes) == (380, 200, 5000)
+
+
 def test_without_a_limit_the_plan_says_what_steps_need():
     plan, compiled = fit(lambda _: 700, plan_pages=reserve_pages, limit_bytes=None)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.model.batch import PADDING_TOKEN
-from jaxinfer.sampling import token_counts
+from jaxinfer.sampling import processors, sample, token_counts
 
 few_examples = settings(max_examples=20, derandomize=True, deadline=None)
 seeds = st.integers(0, 2**32)
@@ -50,6 +50,50 @@ def test_counts_of_the_longest_contexts_are_exact(form):
     ids = np.full((1, 2**18 + 1), 3, np.int32)
 
     assert forms[form](ids, vocab_size=5)[0].tolist() == [0, 0, 0, 2**18 + 1, 0]
+
+
+@pytest.fixture
+def as_on_tpu(monkeypatch):
+    """Every choice by device is that of a TPU."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **forms: forms.get("tpu", default)(*args))
+
+
+@pytest.mark.usefixtures("as_on_tpu")
+def test_the_forms_of_a_tpu_list_and_rule_out_the_same():
+    ids, V = draw_token_ids(5, 1187), 1187
+    is_listed = count(ids, V) > 0
+
+    np.testing.assert_array_equal(token_counts.lists_tokens(jnp.asarray(ids), V), is_listed)
+    np.testing.assert_array_equal(
+        token_counts.rule_out(jnp.zeros((B, V)), jnp.asarray(ids)), np.where(is_listed, -np.inf, 0.0)
+    )
+
+
+def test_the_form_of_a_tpu_rules_out_the_same_ngrams():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 4, (B, N)).astype(np.int32)
+    n, lens = np.array([[0], [2], [3]], np.int32), np.array([[40], [25], [1]], np.int32)
+    longest = jnp.int32(3)
+
+    whole = processors._ends_of_repeats(tokens, lens, n, longest=longest)
+    rows = [processors._ends_of_repeats(*(a[i : i + 1] for a in (tokens, lens, n)), longest=longest) for i in range(B)]
+
+    np.testing.assert_array_equal(whole, np.concatenate(rows))
+    assert (np.asarray(whole) != PADDING_TOKEN).any()
+
+
+@pytest.mark.parametrize("wanted", [0.0, 0.3, 0.9, 2.0])
+def test_every_form_of_the_search_finds_the_same_threshold(wanted):
+    rng = np.random.default_rng(7)
+    keys = jnp.asarray(rng.integers(0, 2**32, (B, 97), dtype=np.uint32))
+    weights = jnp.asarray(rng.random((B, 97), dtype=np.float32) / 97)
+    wanted = jnp.full(B, wanted, jnp.float32)
+
+    one, four = (sample._highest_enough(keys, weights, wanted, num_bits=bits) for bits in (1, 4))
+    unrolled = sample._highest_enough_unrolled(keys, weights, wanted, num_bits=4)
+
+    np.testing.assert_array_equal(one, four)
+    np.testing.assert_array_equal(four, unrolled)
 
 
 @few_examples

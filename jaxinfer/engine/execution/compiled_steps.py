@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -119,11 +120,10 @@ class CompiledSteps:
         """Compiles every bucket; raises the compiler's exceptions. Any thread may call it."""
         self._wait_for(self._buckets, show_progress, description)
 
-    def wait_for_one(self, seconds: float) -> None:
-        """Waits for the end of a compilation that is to come, if there is one, at most for these seconds."""
+    def to_come(self) -> list[Future[jax.stages.Compiled]]:
+        """Returns the results of the compilations that have not ended. Any thread may call it."""
         with self._lock:
-            to_come = [future for future in self._futures.values() if not future.done()]
-        concurrent.futures.wait(to_come, seconds, concurrent.futures.FIRST_COMPLETED)
+            return [future for future in self._futures.values() if not future.done()]
 
     def cancel(self) -> None:
         """Cancels the compilations that have not begun, and ends the waiting for any."""
@@ -145,8 +145,9 @@ class CompiledSteps:
         return self._max_tokens
 
     def want_tokens(self) -> None:
-        """Learns that steps with more than `max_tokens` tokens are wanted."""
-        self._ask_for(self._buckets[-1:])
+        """Has the largest prefill step compiled that has not failed."""
+        failed = {bucket for bucket, future in self._ended().items() if future.exception() is not None}
+        self._ask_for([bucket for bucket in self._buckets if bucket.is_prefill and bucket not in failed][-1:])
 
     def can_draw(self, form: Form) -> bool:
         """True if a step of any rows can draw in this form; if not, has the draw compiled beside the requests."""
@@ -220,12 +221,13 @@ class CompiledSteps:
     def _ask_for(self, buckets: Iterable[Bucket]) -> bool:
         """Has buckets compiled that are not yet; True if none of them has been asked for before."""
         buckets = tuple(buckets)
+        names = " and ".join(bucket.name for bucket in buckets)
         with self._lock:
             is_new = not any(bucket in self._futures for bucket in buckets)
         try:
             self._demand(buckets)
         except RuntimeError as error:  # a later step tries again
-            logger.warning("no thread can compile %s, a slower step stands in for it: %s", buckets[0].name, error)
+            logger.warning("no thread can compile %s now: %s", names, error)
         return is_new
 
     def _demand(self, buckets: Iterable[Bucket]) -> list[Future[jax.stages.Compiled]]:
@@ -294,7 +296,8 @@ class CompiledSteps:
             if (error := ended[bucket].exception()) is None:
                 self._compiled[bucket] = ended[bucket].result()
             elif not isinstance(error, CancelledError):
-                logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
+                effect = "requests that need it end" if bucket.is_draw else "slower steps stand in for it"
+                logger.error("%s cannot be compiled, %s: %r", bucket.name, effect, error)
         self._collected = {*ended}
         self._record_ready()
 
@@ -302,6 +305,15 @@ class CompiledSteps:
         """Returns the compilations that have ended, in success or failure."""
         with self._lock:
             return {bucket: future for bucket, future in self._futures.items() if future.done()}
+
+
+def wait_for_one(compiled: Iterable[CompiledSteps], seconds: float) -> None:
+    """Waits for the end of a compilation that is to come, at most for these seconds."""
+    to_come = [future for steps in compiled for future in steps.to_come()]
+    if to_come:
+        concurrent.futures.wait(to_come, seconds, concurrent.futures.FIRST_COMPLETED)
+    else:  # no thread could be started for it yet
+        time.sleep(seconds)
 
 
 def draw_forms_of(buckets: Iterable[Bucket]) -> set[Form]:

@@ -13,6 +13,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,17 @@ def _of_device(device: Any) -> str:
     variables = {"XLA_FLAGS": flags, "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS")}
     # A client that only compiles for a GPU tells the device's name, in place of CUDA's version. TPU_LIBRARY_PATH names
     # a file that is of no package.
-    packages = "" if os.environ.get("TPU_LIBRARY_PATH") else _compiler_packages(device.platform)
+    packages = "" if device.platform == "tpu" and _is_other_libtpu() else _compiler_packages(device.platform)
     compiler = packages or device.client.platform_version
     return f"{version('jax')} {version('jaxlib')} {compiler} {places} {variables}"
+
+
+def _is_other_libtpu() -> bool:
+    """True if TPU_LIBRARY_PATH names another file than that of the installed package, which sets it on import."""
+    path, package = os.environ.get("TPU_LIBRARY_PATH"), find_spec("libtpu")
+    if not path or package is None or package.origin is None:
+        return bool(path)
+    return Path(path).parent.resolve() != Path(package.origin).parent.resolve()
 
 
 @functools.cache

@@ -135,9 +135,9 @@ class WarmUp:
     """Compiles the first shapes, and fits the number of pages. Others are compiled when steps want them.
 
     The pages are at most those of the target's cache. With a memory limit, the guess of what steps need stays reserved
-    for the shapes to come. If that is more than MAX_RESERVED, the largest shape of each kind is compiled first, and its
-    need is reserved. Raises ValueError if the device, or EngineConfig.memory_bytes, has no room for a
-    page.
+    for the shapes to come. If that is more than MAX_RESERVED, or with speculation, the largest shape of each kind is
+    compiled first, and its need is reserved. Raises ValueError if the device, or EngineConfig.memory_bytes, has no room
+    for a page.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ class WarmUp:
         guess = guess_memory(target.question(drafter), target.cache_config, compiler.buckets, limit_bytes)
         is_fixed = target.engine_config.num_pages is not None
         left = None if limit_bytes is None else limit_bytes - guess.resident_bytes - guess.bounded_bytes
-        is_measured = left is not None and guess.step_bytes > MAX_RESERVED * left
+        # All steps of an engine that speculates are compiled at its start and have to fit, so a guess is not enough.
+        is_measured = left is not None and (speculation is not None or guess.step_bytes > MAX_RESERVED * left)
         self._first = self._first_buckets(is_measured=is_measured)
         self._reserved: int | None = None  # bytes that a step may need, once they are planned
         plan = fit_pages if is_measured else reserve_pages
@@ -174,7 +175,7 @@ class WarmUp:
         self.steps = self._attempts.pop()
         self._cancel()
         if limit_bytes is not None:
-            self._reserved = self._memory.step_bytes
+            self._reserved = self._memory.step_bytes - self._copier_bytes(self.copiers)
         fitting = usable_pages(self._memory, guess.num_pages)
         if not is_fixed and (addressable := self._addressable(fitting)) < fitting:
             logger.warning(
@@ -196,7 +197,8 @@ class WarmUp:
         executables, drafting = len(self.steps.compiled) + sum(copier.num_executables for copier in self.copiers), 0
         if self._drafter is not None:
             executables, drafting = executables + self._drafter.num_executables, self._drafter.step_bytes
-        needed = max(self._needed(self.steps, self.copiers), drafting, self._reserved or 0)
+        reserved = 0 if self._reserved is None else self._memory.step_bytes
+        needed = max(self._needed(self.steps, self.copiers), drafting, reserved)
         return Ready(
             num_executables=executables,
             seconds=sum(self.compiler.seconds.values()),
@@ -253,7 +255,11 @@ class WarmUp:
 
     def _needed(self, steps: CompiledSteps, copiers: Sequence[PageCopier]) -> int:
         """Returns the most bytes that what is compiled needs beside parameters and pages."""
-        return self.compiler.step_bytes(steps.compiled) + max(copier.step_bytes for copier in copiers)
+        return self.compiler.step_bytes(steps.compiled) + self._copier_bytes(copiers)
+
+    @staticmethod
+    def _copier_bytes(copiers: Sequence[PageCopier]) -> int:
+        return max(copier.step_bytes for copier in copiers)
 
     @property
     def _copy_widths(self) -> tuple[int, ...]:

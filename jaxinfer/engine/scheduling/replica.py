@@ -21,31 +21,46 @@ MAX_IMBALANCE = 1 / 4
 
 
 class ReadySteps(Protocol):
-    """The scheduler's view of `CompiledSteps`: which steps are compiled so far. By default it is all of them."""
+    """The scheduler's view of `CompiledSteps`: which steps are compiled so far."""
 
     @property
     def max_tokens(self) -> float:
         """The most tokens of a step so far."""
-        return math.inf
+        ...
 
     def want_tokens(self) -> None:
         """Learns that steps with more than `max_tokens` tokens are wanted."""
+        ...
 
     def can_draw(self, form: Form) -> bool:
         """True if a step of any rows can draw in this form; if not, a later call may return True."""
-        return True
+        ...
 
     def draw_error(self, form: Form) -> str | None:
         """Returns the reason if `can_draw` will never return True for this form."""
-        return None
+        ...
 
     def can_loop(self, form: Form) -> bool:
         """True if a loop of any rows can draw in this form; if not, a later call may return True."""
+        ...
+
+
+class EveryStep:
+    """Steps that need no compiler, as those of a simulation: all are there."""
+
+    max_tokens = math.inf
+
+    def want_tokens(self) -> None:
+        pass
+
+    def can_draw(self, form: Form) -> bool:
         return True
 
+    def draw_error(self, form: Form) -> str | None:
+        return None
 
-class EveryStep(ReadySteps):
-    """Steps that need no compiler, as those of a simulation."""
+    def can_loop(self, form: Form) -> bool:
+        return True
 
 
 class Replica:

@@ -151,7 +151,6 @@ class Scheduler:
             hands_over = index < num_prefill_replicas
             running = RunningQueue(max_num_seqs, tables=tables, index=index, hands_over=hands_over, **shared)
             self.replicas.append(Replica(index, tables, running, steps[index] if steps else EveryStep()))
-        self._held: dict[Request, None] = {}  # in the order of arrival, until their forms can be drawn
         self._decoding = self.replicas[num_prefill_replicas:] if num_prefill_replicas else []
         self._entries = self.replicas[: num_prefill_replicas or num_replicas]  # where waiting requests begin
         self.mover = mover
@@ -164,12 +163,12 @@ class Scheduler:
     @property
     def num_held(self) -> int:
         """The unfinished requests that wait for a form to be compiled."""
-        return len(self._held)
+        return len(self._waiting.held)
 
     @property
     def held_forms(self) -> set[Form]:
         """The forms that held requests wait for."""
-        return {request.sampling.form for request in self._held}
+        return {request.sampling.form for request in self._waiting.held}
 
     @property
     def has_states(self) -> bool:
@@ -227,7 +226,6 @@ class Scheduler:
         self._waiting.enter(request)
         if not self._can_draw(request):
             self._waiting.hold(request)
-            self._held[request] = None
         if request.deadline < math.inf:
             self._deadlines.push(request.deadline, request)
         for observer in self.observers:
@@ -289,10 +287,9 @@ class Scheduler:
     def release_held(self) -> list[Delta]:
         """Queues the held requests whose forms can be drawn by now; ends those whose forms cannot be compiled."""
         deltas = []
-        for request in tuple(self._held):
+        for request in tuple(self._waiting.held):
             form = request.sampling.form
             if self._can_draw(request):
-                del self._held[request]
                 self._waiting.wait(request)
             elif (error := next(filter(None, (r.steps.draw_error(form) for r in self.replicas)), None)) is not None:
                 deltas.append(self._end(request, "error", error))
@@ -326,7 +323,7 @@ class Scheduler:
             self._admit(own, budget, began)
         num_reserved = self._speculation.num_reserved if self._speculation is not None and after is None else 0
         chunks = own.running.hand_out(budget, began, num_reserved)
-        if own.steps.max_tokens < self._most_tokens(own) and sum(chunks.lens) >= budget:
+        if own.steps.max_tokens < self._most_tokens(own) and len(chunks) < sum(chunks.lens) >= budget:
             own.steps.want_tokens()
         if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, own.tables)
@@ -477,7 +474,6 @@ class Scheduler:
             if request in replica.leaving:
                 replica.leaving.remove(request)
         self._waiting.leave(request)
-        self._held.pop(request, None)
         self._deadlines.remove(request)
         if self._speculation is not None:
             self._speculation.forget(request)

@@ -53,6 +53,7 @@ class WaitingQueue:
         self._last_turns: dict[Lane, float] = {}
         self._served: dict[str, float] = {}  # tokens computed per tenant; only tenants with unfinished requests
         self._num_unfinished: Counter[str] = Counter()
+        self.held: dict[Request, None] = {}  # in no lane, in the order of arrival
 
     def enter(self, request: Request) -> None:
         """Counts a new request for its tenant and queues it."""
@@ -65,16 +66,19 @@ class WaitingQueue:
     def wait(self, request: Request) -> None:
         """Queues a request; a preempted one returns to its old place, since its due time is unchanged."""
         lane = (request.tenant, request.priority)
+        self.held.pop(request, None)
         self._lanes[lane].push(due(request), request)
 
     def hold(self, request: Request) -> None:
         """Takes a request out of its lane until `wait` returns it to its place; it still counts for its tenant."""
         self._lanes[request.tenant, request.priority].remove(request)
+        self.held[request] = None
 
     def leave(self, request: Request) -> None:
         """Forgets a request that ended, waiting or running; the count of a tenant without requests is dropped."""
         tenant = request.tenant
         self._lanes[tenant, request.priority].remove(request)
+        self.held.pop(request, None)
         self._num_unfinished[tenant] -= 1
         if self._num_unfinished[tenant] == 0:
             del self._num_unfinished[tenant], self._served[tenant]
@@ -89,7 +93,8 @@ class WaitingQueue:
         Batch requests of all tenants together have one part beside interactive ones, and those of its own do not count
         against the interactive ones.
         """
-        counts = {lane: len(heap) for lane, heap in self._lanes.items() if len(heap)}
+        counts = Counter({lane: len(heap) for lane, heap in self._lanes.items() if len(heap)})
+        counts.update((request.tenant, request.priority) for request in self.held)
         if priority == "interactive":
             others = {name if kind == "interactive" else None for name, kind in counts} - {tenant}
             num_own = counts.get((tenant, "interactive"), 0)

@@ -15,7 +15,7 @@ import pytest
 
 from jaxinfer import LLM
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps, wait_for_one
 from jaxinfer.plan.step_shapes import first_buckets, plan_buckets, plan_draws
 from tests.engine.engines import SMALL, content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.execution.test_batch_builder import make_step
@@ -141,7 +141,7 @@ def test_a_draw_that_a_request_waits_for_comes_before_what_steps_would_rather_ha
     assert steps.can_draw("plain")
     gate.set()
     while not steps.can_draw("full"):
-        steps.wait_for_one(1.0)
+        wait_for_one([steps], 1.0)
     steps.wait()
 
     assert names.index("full draw 8") < names.index("decode 8")
@@ -175,7 +175,7 @@ def test_a_loop_is_there_when_it_is_compiled_for_all_rows(gate):
     assert not steps.can_loop("plain")
     gate.set()
     while not steps.can_loop("plain"):
-        steps.wait_for_one(1.0)
+        wait_for_one([steps], 1.0)
     step = make_step([(5, 1)])
     step.is_loop = True
 
@@ -201,7 +201,7 @@ def test_steps_grow_when_a_larger_prefill_is_compiled_and_that_is_when_it_is_wan
     assert steps.max_tokens == 128
     gate.set()
     while steps.max_tokens == 128:
-        steps.wait_for_one(1.0)
+        wait_for_one([steps], 1.0)
 
     assert steps.max_tokens == 2048
     assert names == ["prefill 128", "prefill 2048"]

@@ -159,6 +159,25 @@ def test_the_compilers_package_is_in_the_key_or_else_the_version_that_the_device
     assert len(set(map(key, told))) == 2
 
 
+def test_only_another_libtpu_than_the_packages_counts_by_the_version_that_the_device_tells(monkeypatch):
+    installed = "/packages/libtpu/libtpu.so"
+    monkeypatch.setattr(executable_key, "find_spec", lambda _: SimpleNamespace(origin="/packages/libtpu/__init__.py"))
+
+    def keys(name):
+        found = []
+        for path in (None, installed, "/elsewhere/libtpu.so"):
+            if path is not None:
+                monkeypatch.setenv("TPU_LIBRARY_PATH", path)
+            found.append(key(devices(name, told="a build")))
+            monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+        return found
+
+    gpu, tpu = keys("gpu"), keys("tpu")
+
+    assert len({*gpu}) == 1
+    assert tpu[0] == tpu[1] != tpu[2]
+
+
 def test_a_step_of_one_gpu_has_the_key_of_a_host_with_more_of_them_and_that_of_a_tpu_has_its_slice():
     one, four = ({name: key(devices(name, count)[:1]) for name in PACKAGES} for count in (1, 4))
 

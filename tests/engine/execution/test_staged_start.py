@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from jaxinfer import LLM
+from jaxinfer.batch_job import run_batch
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.engine_thread import EngineThread
@@ -104,6 +106,17 @@ def test_an_engines_thread_ends_a_held_request_at_its_deadline_and_goes_on_when_
     finally:
         gate.set()
         thread.close(drain_seconds=0.0)
+
+
+def test_a_job_of_requests_that_wait_for_the_compiler_goes_on_when_it_is_ready(checkpoint, gate, tmp_path):
+    line = {"custom_id": "a", "prompt": [5, 6, 7], "temperature": 1.0, "top_k": 3, "seed": 1, "max_tokens": 4}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    threading.Timer(1.5, gate.set).start()  # later than a wait for a change
+
+    with LLM(checkpoint, config=CONFIG) as llm:
+        summary = run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", show_progress=False)
+
+    assert (summary.num_completed, summary.num_errors) == (1, 0)
 
 
 def test_a_prompt_is_computed_in_small_steps_until_a_large_one_is_there(checkpoint, gate):

@@ -56,10 +56,11 @@ def test_a_small_reserve_is_kept_and_one_round_of_compilation_is_enough(checkpoi
     monkeypatch.setattr(warm_up, "MAX_RESERVED", 1.0)
 
     with small_engine(checkpoint, max_model_len=256, memory_bytes=2 * LIMIT) as llm:
-        ready = llm.warm_up()
+        memory = llm.warm_up().memory
 
-        assert len(rounds) == 1
-        assert 0.98 * 2 * LIMIT <= ready.memory.total_bytes <= 2 * LIMIT or ready.memory.num_pages == 4 * 256 / 16
+    assert len(rounds) == 1
+    assert memory.num_pages == rounds[0]
+    assert memory.total_bytes <= 2 * LIMIT
 
 
 def test_a_step_that_needs_more_than_is_reserved_is_not_used_and_says_so(checkpoint, monkeypatch, caplog):
@@ -73,11 +74,13 @@ def test_a_step_that_needs_more_than_is_reserved_is_not_used_and_says_so(checkpo
     monkeypatch.setattr(step_compiler.StepCompiler, "step_bytes", step_bytes)
 
     with LLM(checkpoint, config=EngineConfig(**SMALL, memory_bytes=2 * LIMIT)) as llm:
-        first, second = (llm.generate([[5, 6, 7]], GREEDY, show_progress=False)[0] for _ in range(2))
+        (first,) = llm.generate([[5, 6, 7]], GREEDY, show_progress=False)
         with pytest.raises(RuntimeError, match=r"needs 1099511627776 bytes beside parameters and pages, and \d+ are"):
             llm.warm_up()
+        (second,) = llm.generate([[5, 6, 7]], GREEDY, show_progress=False)
 
     assert first.token_ids == second.token_ids
+    assert "decode 1 cannot be compiled, slower steps stand in for it" in caplog.text
 
 
 def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(checkpoint, monkeypatch):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.scheduling.replica import ReadySteps
+from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.sampling_params import Form
 from tests.engine.fake_device import FakeDevice, make_request
@@ -19,7 +19,7 @@ PLAIN, FULL = SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, logit_b
 
 
 @dataclass
-class Steps(ReadySteps):
+class Steps:
     """Steps that are compiled when a test says so."""
 
     max_tokens: float = math.inf
@@ -94,6 +94,26 @@ def test_a_request_whose_draw_is_to_come_is_held_and_those_behind_it_run():
 
     assert scheduler.num_held == 0
     assert run(scheduler, device) == [[(1, 1), (3, 1), (0, 4), (2, 4)]]
+
+
+def test_held_requests_count_for_their_tenant_in_a_full_queue():
+    scheduler = make_scheduler([Steps()], max_waiting=4)
+
+    for request_id in range(8):  # the rows, and those that may wait
+        scheduler.add(request_of(request_id, 4, FULL))
+
+    with pytest.raises(QueueFullError):
+        scheduler.add(request_of(8, 4, FULL))
+
+
+def test_a_full_batch_that_decodes_wants_no_larger_prefill():
+    steps = Steps(max_tokens=4)
+    scheduler, device = make_scheduler([steps]), FakeDevice(16)
+    for request_id in range(4):
+        scheduler.add(request_of(request_id, 1, PLAIN))
+
+    assert run(scheduler, device, 2) == [[(i, 1) for i in range(4)]] * 2
+    assert steps.num_wanted == 0
 
 
 def test_every_replica_must_be_able_to_draw_a_request_that_any_may_run():
