@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 # Pages per copy, without tiers and with them: one page if it is evicted while others decode, or many pages.
 COPY_WIDTHS = ((1,), (1, 8))
 HAND_OVER_WIDTHS = (1, 4, 16)  # pages per bundle of a hand-over
-# The part of the memory beside parameters that is reserved for steps by the guess alone. A larger guess is replaced by
-# the need of the largest steps, for which these are compiled first.
+# The part of the memory beside parameters that is reserved for steps beyond the guess, which leaves small things out.
+MARGIN = 0.01
+# The part of that memory that is reserved for steps unseen. If it is not enough by the guess, the largest steps are
+# compiled first, and their need is reserved.
 MAX_RESERVED = 0.1
 
 
@@ -161,6 +163,7 @@ class WarmUp:
         guess = guess_memory(target.question(drafter), target.cache_config, compiler.buckets, limit_bytes)
         is_fixed = target.engine_config.num_pages is not None
         left = None if limit_bytes is None else limit_bytes - guess.resident_bytes - guess.bounded_bytes
+        guess = replace(guess, step_bytes=guess.step_bytes + int(MARGIN * max(left or 0, 0)))
         # All steps of an engine that speculates are compiled at its start and have to fit, so a guess is not enough.
         is_measured = left is not None and (speculation is not None or guess.step_bytes > MAX_RESERVED * left)
         self._first = self._first_buckets(is_measured=is_measured)
