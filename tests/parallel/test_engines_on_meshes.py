@@ -252,7 +252,8 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
     assert one["parallelism"] == "None"
     assert "leaves cpu:1, cpu:2, cpu:3 idle" in one["lines"][0]
     for engine in (two, one):
-        assert engine["planned"] == pytest.approx(engine["compiled"], rel=0.02)
+        # What is guessed for steps to come stays reserved: 0.7 of 16.5 MB.
+        assert 0.98 * engine["compiled"] <= engine["planned"] <= 1.06 * engine["compiled"]
     for name, split in {
         "all": "1, experts=1, replicas=4, prefill=0",
         "of two": "2, experts=1, replicas=2, prefill=1",
