@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,13 @@ from kernels_pallas.gpu_compiler import GPUS
 BARRIER = "--xla_tpu_use_enhanced_launch_barrier"
 
 
-def environment_for(devices: Devices) -> dict[str, str]:
-    """Returns the variables of a process for `stand_in`."""
+def environment_for(devices: Devices, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a process for `stand_in`, from those `given` to this one."""
     if devices.chip.platform != "tpu":
-        return ENVIRONMENT
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+        return {**given, **ENVIRONMENT}
+    flags = given.get("LIBTPU_INIT_ARGS", "")
     flags = flags if BARRIER in flags else f"{flags} {BARRIER}=true"
-    return ENVIRONMENT | TPU_ENVIRONMENT | {"LIBTPU_INIT_ARGS": flags}
+    return {**given, **ENVIRONMENT, **TPU_ENVIRONMENT, "LIBTPU_INIT_ARGS": flags}
 
 
 def read_chip(name: str) -> Devices:

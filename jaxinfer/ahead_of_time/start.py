@@ -115,7 +115,7 @@ def compile_start_for(start: Start, chip: str) -> CompiledStart:
     devices = read_chip(chip)
     worker = subprocess.run(
         [sys.executable, "-c", WORKER],
-        env={**os.environ, **environment_for(devices)},
+        env=environment_for(devices, os.environ),
         input=pickle.dumps((start, devices)),
         stdout=subprocess.PIPE,
         check=False,

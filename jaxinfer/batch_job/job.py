@@ -342,7 +342,7 @@ class _SteppedEngine:
 
     def outputs(self) -> Iterator[Delta]:
         with self.llm.engine() as engine:
-            if engine.advance() is None:
+            if engine.advance() is None and not self._deltas:
                 if not engine.num_unfinished:
                     raise RuntimeError("the engine is idle but has not finished the requests of the job")
                 engine.wait_for_change()  # for a text's check or a compilation

@@ -71,7 +71,7 @@ def main() -> None:
     from jaxinfer.ahead_of_time.described import environment_for, read_chip
 
     for chip in arguments.chips:
-        environment = {**os.environ, **environment_for(read_chip(chip))}
+        environment = environment_for(read_chip(chip), os.environ)
         for model in arguments.models:
             command = [sys.executable, __file__, chip, "--models", model, "--worker"]
             subprocess.run([*command, *(["--later"] if arguments.later else [])], env=environment, check=False)

@@ -111,7 +111,7 @@ def test_a_reserve_without_room_for_a_page_is_refused():
         fit(lambda _: 500, plan_pages=reserve_pages, limit_bytes=1505)
 
 
-MANY = {"resident_bytes": 16 * 10**9, "step_bytes": 10**9, "page_bytes": 2**21, "num_pages": 10**6}
+MANY: dict[str, Any] = {"resident_bytes": 16 * 10**9, "step_bytes": 10**9, "page_bytes": 2**21, "num_pages": 10**6}
 
 
 def test_limits_that_differ_by_a_few_megabytes_have_the_same_number_of_pages():

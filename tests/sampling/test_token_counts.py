@@ -71,12 +71,14 @@ def test_the_forms_of_a_tpu_list_and_rule_out_the_same():
 
 def test_the_form_of_a_tpu_rules_out_the_same_ngrams():
     rng = np.random.default_rng(3)
-    tokens = rng.integers(0, 4, (B, N)).astype(np.int32)
-    n, lens = np.array([[0], [2], [3]], np.int32), np.array([[40], [25], [1]], np.int32)
+    tokens = jnp.asarray(rng.integers(0, 4, (B, N)), jnp.int32)
+    n, lens = jnp.array([[0], [2], [3]], jnp.int32), jnp.array([[40], [25], [1]], jnp.int32)
     longest = jnp.int32(3)
 
     whole = processors._ends_of_repeats(tokens, lens, n, longest=longest)
-    rows = [processors._ends_of_repeats(*(a[i : i + 1] for a in (tokens, lens, n)), longest=longest) for i in range(B)]
+    rows = [
+        processors._ends_of_repeats(tokens[i : i + 1], lens[i : i + 1], n[i : i + 1], longest=longest) for i in range(B)
+    ]
 
     np.testing.assert_array_equal(whole, np.concatenate(rows))
     assert (np.asarray(whole) != PADDING_TOKEN).any()

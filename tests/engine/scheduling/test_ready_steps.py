@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.sampling_params import Form
@@ -61,6 +62,13 @@ def run(scheduler: Scheduler, device: FakeDevice, num_steps: int = 1) -> list[li
         ran.append([(chunk.request.request_id, chunk.num_tokens) for chunk in step.chunks])
         scheduler.commit(step, device.run(step))
     return ran
+
+
+def end_of(delta: Delta | None) -> tuple[str, str | None]:
+    """Returns the finish reason of a request's last delta, and its error."""
+    assert delta is not None
+    assert delta.completion is not None
+    return delta.completion.finish_reason, delta.completion.error
 
 
 def test_steps_keep_within_the_largest_that_is_compiled_and_a_larger_one_is_wanted_only_for_longer_prompts():
@@ -138,9 +146,7 @@ def test_a_held_request_ends_by_abort_or_by_its_deadline_and_leaves_nothing():
     now[0] = 6.0
     (expired,) = scheduler.expire()
 
-    assert delta is not None
-    assert delta.completion.finish_reason == "abort"
-    assert expired.completion.finish_reason == "deadline"
+    assert [end_of(delta), end_of(expired)] == [("abort", None), ("deadline", None)]
     assert (scheduler.num_held, scheduler.num_unfinished) == (0, 0)
     assert scheduler.schedule() is None
 
@@ -153,8 +159,7 @@ def test_a_request_whose_draw_cannot_be_compiled_ends_with_the_reason():
 
     (delta,) = scheduler.release_held()
 
-    assert delta.completion.finish_reason == "error"
-    assert delta.completion.error == "full draw 4 cannot be compiled: out of registers"
+    assert end_of(delta) == ("error", "full draw 4 cannot be compiled: out of registers")
     assert scheduler.num_unfinished == 1
     assert run(scheduler, device) == [[(1, 4)]]
 
