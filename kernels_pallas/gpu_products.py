@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels_pallas.device import AMPERE, device_at_hand
+from kernels_pallas.device import AMPERE, HOPPER, device_at_hand
 from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_products
 
 # Rows up to which a product waits for its weights. More rows are left to cuBLASLt: on an H200 a plain product of 2,048
 # rows reached 840 TFLOP/s by it, and those of a step in Triton's tiles 558 (jax 0.11.2).
 MAX_TILED_ROWS = 256
-HOPPER = 9.0
+TABLE_ROWS = (16, 64, MAX_TILED_ROWS)  # by which a table has a tile: the most rows of a product
 # Shared memory of a program in bytes, by the least compute capability that has it, highest first.
 SHARED_BYTES = {12.0: 101_376, HOPPER: 232_448, 8.6: 101_376, AMPERE: 166_912}
 # XLA joins up to three products of the same rows, and then holds a block of each one's operands.
@@ -51,9 +51,10 @@ def product_tile(kind: str, capability: float, num_rows: int, itemsize: int) -> 
     It is that of the device's table if there is one, else by rules: the longest block of inputs of which three fit into
     shared memory. `itemsize`: bytes of an element of the weights.
     """
-    if (tuned := tuned_products(table_name(kind)).get((rows_of_table(num_rows), itemsize))) is not None:
+    rows = rows_of_table(num_rows)
+    if (tuned := tuned_products(table_name(kind)).get((rows, itemsize))) is not None:
         return ProductTile(*(tuned[name] for name in ProductTile._fields))
-    block_m, block_n = (64, 16) if num_rows <= 16 else (64, 64) if num_rows <= 64 else (128, 64)
+    block_m, block_n = 128 if rows == MAX_TILED_ROWS else 64, min(rows, 64)
     block_k = 128
     while block_k > 16 and fitting_stages(capability, block_m, block_n, block_k, itemsize) < 3:
         block_k //= 2
@@ -62,8 +63,8 @@ def product_tile(kind: str, capability: float, num_rows: int, itemsize: int) -> 
 
 
 def rows_of_table(num_rows: int) -> int:
-    """Returns the rows by which a table has a tile: 16, 64 or MAX_TILED_ROWS."""
-    return next(rows for rows in (16, 64, MAX_TILED_ROWS) if num_rows <= rows)
+    """Returns the first of TABLE_ROWS that holds `num_rows`, at most MAX_TILED_ROWS."""
+    return min(rows for rows in TABLE_ROWS if num_rows <= rows)
 
 
 def fitting_stages(capability: float, block_m: int, block_n: int, block_k: int, itemsize: int) -> int:

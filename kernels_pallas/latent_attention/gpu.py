@@ -11,12 +11,12 @@ from dataclasses import replace
 import jax
 from jax.experimental import pallas as pl
 
+from kernels_pallas.device import HOPPER
 from kernels_pallas.latent_attention.layout import LatentPages, stored_latents
 from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import (
-    HOPPER,
     MAX_SPLITS,
     MIN_SPLIT,
     SPLIT_KEYS,

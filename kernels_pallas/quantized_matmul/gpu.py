@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
+from kernels_pallas.device import HOPPER
 from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.quantized_matmul.reference import (
     doubled_fp4,
@@ -30,8 +31,6 @@ from kernels_pallas.quantized_matmul.reference import (
 
 GROUP_SIZES = (32, 64, 128, 256)
 FP8 = "float8_e4m3fn"
-# From here on XLA fuses the conversion of FP8 into a product; before, it writes the weights in floating point.
-HOPPER = 9.0
 # Inputs of a block where all inputs have one scale.
 PART = 128
 # Programs per multiprocessor that keep enough bytes under way: three stages of 64 channels x 128 bytes each.
@@ -128,6 +127,7 @@ def _check(x: jax.Array, weights: jax.Array, groups: int, interpret: bool) -> tr
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
     target = triton.INTERPRETED if interpret else triton.target()
+    # From Hopper on XLA fuses the conversion of FP8 into a product; before, it writes the weights in floating point.
     if groups == 1 and target.capability >= HOPPER:
         raise fused
     return target

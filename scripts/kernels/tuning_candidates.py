@@ -27,16 +27,17 @@ SHAPES = ((32, 8, 128), (4, 1, 128), (8, 1, 128), (28, 4, 128), (32, 8, 64))
 # The dtype of pages hardly matters to prefill, which does not wait for them.
 PAGE_DTYPES = {"decode": ("bfloat16", "int8", "float8_e4m3fn"), "ragged": ("bfloat16",)}
 # Inputs and channels of the weights that share their rows in XLA's products: q, k, v, then gate and up, then down of
-# Llama 3 8B; gate and up of Qwen3 0.6B. Most rows of a product: those by which a table has a tile.
+# Llama 3 8B; gate and up of Qwen3 0.6B.
 PRODUCT_WEIGHTS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,)), (1024, (3072, 3072)))
-PRODUCT_ROWS = (16, 64, 256)
 TILES = {"block_m": (32, 64, 128), "block_n": (16, 32, 64), "block_k": (64, 128), "num_stages": (3, 4, 5)}
 
 
 def shapes(kernel: str = "decode") -> list[dict[str, Any]]:
     """Returns what there is to tune for, by the fields that an entry of a table has for it."""
     if kernel == "product":
-        return [{"kernel": kernel, "rows": rows, "itemsize": 2} for rows in PRODUCT_ROWS]
+        from kernels_pallas.gpu_products import TABLE_ROWS
+
+        return [{"kernel": kernel, "rows": rows, "itemsize": 2} for rows in TABLE_ROWS]
     return [
         {"kernel": kernel, "page_dtype": dtype, "num_kv_heads": K, "head_dim": H, "num_groups": N // K}
         for N, K, H in SHAPES

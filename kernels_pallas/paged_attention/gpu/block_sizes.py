@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kernels_pallas.device import HOPPER
 from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_table
 from kernels_pallas.triton import Target, require_block_sizes
 
@@ -18,7 +19,6 @@ SPLIT_KEYS = 2048
 # Parts that long contexts may add, for each program that the device runs at once: so no part takes longer than half of
 # what all take together, and programs that find no part take no time that counts.
 PARTS_PER_PROGRAM = 4
-HOPPER = 9.0
 # The fields that a table has.
 TUNED = ("block_k", "num_warps", "num_stages")
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 import jax
 
+from kernels_pallas.device import HOPPER
 from kernels_pallas.paged_attention.layout import Pages
 from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_table
 from kernels_pallas.triton import Target
 
 PREFILL_KERNELS = ("triton", "mosaic")
-HOPPER = 9.0
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 # The queries that a warpgroup reads at once.
