@@ -106,56 +106,32 @@ def fit_pages(
     guess: MemoryPlan,
     *,
     is_fixed: bool,
+    reserved: int = 0,
     allowed: Callable[[int], int] = lambda num_pages: num_pages,
 ) -> tuple[Compiled, MemoryPlan]:
     """Compiles for the most pages that fit into the limit, at most `guess.num_pages`, and returns the plan.
 
     `compile_for` takes a number of pages and returns what it compiled and what that needs; `guess.step_bytes` is what
-    it may need. `allowed` takes a number of pages and returns the most up to it that a kernel can use. Raises
-    ValueError if the limit is too small; with `is_fixed`, for `guess.num_pages`. Otherwise pages within a limit come in
-    the steps of `usable_pages`.
+    it may need. `reserved` bytes stay for steps that are compiled later, as far as `guess.num_pages` leave them with
+    `is_fixed`. `allowed` takes a number of pages and returns the most up to it that a kernel can use. Raises ValueError
+    if the limit is too small; with `is_fixed`, for `guess.num_pages`. Otherwise pages within a limit come in the steps
+    of `usable_pages`.
     """
     most, least = guess.num_pages, guess.num_pages if is_fixed else 1
-    _require_room(replace(guess, step_bytes=0), least)  # what cannot fit at all is not worth compiling
+    without_steps = replace(guess, step_bytes=0)
+    _require_room(without_steps, least)  # what cannot fit at all is not worth compiling
+    if is_fixed and guess.limit_bytes is not None:
+        reserved = min(reserved, guess.limit_bytes - without_steps.total_bytes)
     num_pages = max(allowed(usable_pages(guess, most)), least)
     for _ in range(MAX_ROUNDS):
         compiled, needed = compile_for(num_pages)
-        plan = replace(guess, step_bytes=needed, num_pages=num_pages)
+        plan = replace(guess, step_bytes=max(needed, reserved), num_pages=num_pages)
         _require_room(plan, least)
         fitting = max(allowed(usable_pages(plan, most)), least)
         if plan.limit_bytes is None or 0 <= (fitting - num_pages) * plan.page_bytes <= WASTE * plan.limit_bytes:
             return compiled, plan
         num_pages = fitting
     raise RuntimeError(f"what compiled steps need keeps changing with the number of pages: {plan}")
-
-
-def reserve_pages(
-    compile_for: Callable[[int], tuple[Compiled, int]],
-    guess: MemoryPlan,
-    *,
-    is_fixed: bool,
-    allowed: Callable[[int], int] = lambda num_pages: num_pages,
-) -> tuple[Compiled, MemoryPlan]:
-    """Compiles as `fit_pages` does, for the pages beside `guess.step_bytes`, which stay reserved.
-
-    So the first steps are compiled once, and those that are compiled later have room. Plans again if a step needs more.
-    With `is_fixed` steps have what the pages leave.
-    """
-    most, least = guess.num_pages, guess.num_pages if is_fixed else 1
-    _require_room(replace(guess, step_bytes=0), least)
-    if is_fixed and guess.limit_bytes is not None:
-        left = guess.limit_bytes - replace(guess, step_bytes=0).total_bytes
-        guess = replace(guess, step_bytes=min(guess.step_bytes, left))
-    _require_room(guess, least)
-    for _ in range(MAX_ROUNDS):
-        num_pages = max(allowed(usable_pages(guess, most)), least)
-        compiled, needed = compile_for(num_pages)
-        is_limited = guess.limit_bytes is not None
-        guess = replace(guess, step_bytes=max(needed, guess.step_bytes) if is_limited else needed)
-        _require_room(guess, least)
-        if not is_limited or num_pages <= max(usable_pages(guess, most), least):
-            return compiled, replace(guess, num_pages=num_pages)
-    raise RuntimeError(f"what compiled steps need keeps growing: {guess}")
 
 
 def usable_pages(plan: MemoryPlan, most: int) -> int:

@@ -14,7 +14,6 @@ from jaxinfer.plan.memory import (
     MemoryPlan,
     fit_pages,
     num_bytes,
-    reserve_pages,
     step_bytes,
     usable_pages,
 )
@@ -22,7 +21,7 @@ from jaxinfer.plan.memory import (
 GUESS = MemoryPlan(resident_bytes=1000, step_bytes=500, page_bytes=10, num_pages=800, limit_bytes=5000)
 
 
-def fit(needed, *, plan_pages=fit_pages, is_fixed=False, allowed=lambda num_pages: num_pages, **changes):
+def fit(needed, *, reserved=0, is_fixed=False, allowed=lambda num_pages: num_pages, **changes):
     """Returns the plan and for how many pages was compiled; `needed` says what that then needs."""
     compiled = []
 
@@ -31,7 +30,7 @@ def fit(needed, *, plan_pages=fit_pages, is_fixed=False, allowed=lambda num_page
         return num_pages, needed(num_pages)
 
     guess = GUESS.__class__(**{**vars(GUESS), **changes})
-    last, plan = plan_pages(compile_for, guess, is_fixed=is_fixed, allowed=allowed)
+    last, plan = fit_pages(compile_for, guess, is_fixed=is_fixed, reserved=reserved, allowed=allowed)
     assert last == plan.num_pages == compiled[-1]
     return plan, compiled
 
@@ -80,35 +79,35 @@ def test_needs_that_grow_with_the_pages_are_met_as_well():
 
 @pytest.mark.parametrize("needed", [0, 100, 500])
 def test_a_guess_that_is_enough_stays_reserved_for_steps_that_are_compiled_later(needed):
-    plan, compiled = fit(lambda _: needed, plan_pages=reserve_pages)
+    plan, compiled = fit(lambda _: needed, reserved=GUESS.step_bytes)
 
     assert compiled == [348]
     assert (plan.step_bytes, plan.total_bytes) == (500, 4980)
 
 
 def test_a_reserve_that_is_too_small_is_planned_again_and_kept():
-    plan, compiled = fit(lambda num_pages: 1000 + 100 * (num_pages < 348), plan_pages=reserve_pages)
+    plan, compiled = fit(lambda num_pages: 1000 + 100 * (num_pages < 348), reserved=GUESS.step_bytes)
 
     assert compiled == [348, 300, 288]
     assert (plan.step_bytes, plan.total_bytes) == (1100, 4980)
 
 
 def test_given_pages_that_fit_beside_the_need_are_kept_though_the_guess_leaves_less():
-    plan, compiled = fit(lambda _: 100, plan_pages=reserve_pages, is_fixed=True, num_pages=380)
+    plan, compiled = fit(lambda _: 100, reserved=GUESS.step_bytes, is_fixed=True, num_pages=380)
 
     assert compiled == [380]
     assert (plan.num_pages, plan.step_bytes, plan.total_bytes) == (380, 200, 5000)
 
 
 def test_without_a_limit_the_plan_says_what_steps_need():
-    plan, compiled = fit(lambda _: 700, plan_pages=reserve_pages, limit_bytes=None)
+    plan, compiled = fit(lambda _: 700, limit_bytes=None)
 
     assert (compiled, plan.step_bytes, plan.num_pages) == ([800], 700, 800)
 
 
 def test_a_reserve_without_room_for_a_page_is_refused():
     with pytest.raises(ValueError, match=r"memory_bytes=1505 is too little: .*; raise EngineConfig.memory_bytes"):
-        fit(lambda _: 500, plan_pages=reserve_pages, limit_bytes=1505)
+        fit(lambda _: 500, reserved=GUESS.step_bytes, limit_bytes=1505)
 
 
 MANY: dict[str, Any] = {"resident_bytes": 16 * 10**9, "step_bytes": 10**9, "page_bytes": 2**21, "num_pages": 10**6}

@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, guess_memory, plan_cache
-from jaxinfer.plan.memory import MemoryPlan, fit_pages, reserve_pages, usable_pages
+from jaxinfer.plan.memory import MemoryPlan, fit_pages, usable_pages
 from jaxinfer.plan.step_shapes import Bucket, first_buckets, plan_buckets
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.sampling_params import Form
@@ -168,10 +168,12 @@ class WarmUp:
         is_measured = left is not None and (speculation is not None or guess.step_bytes > MAX_RESERVED * left)
         self._first = self._first_buckets(is_measured=is_measured)
         self._reserved: int | None = None  # bytes that a step may need, once they are planned
-        plan = fit_pages if is_measured else reserve_pages
+        reserved = 0 if limit_bytes is None or is_measured else guess.step_bytes
         self._attempts: list[CompiledSteps] = []  # one for each number of pages; the last one counts
         try:
-            self.copiers, self._memory = plan(self._compile_for, guess, is_fixed=is_fixed, allowed=self._addressable)
+            self.copiers, self._memory = fit_pages(
+                self._compile_for, guess, is_fixed=is_fixed, reserved=reserved, allowed=self._addressable
+            )
         except BaseException:
             self._cancel()
             raise
