@@ -49,6 +49,7 @@ from jaxinfer.plan.limits import MAX_LOOP_SECONDS, describe_limits, fit_limits, 
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.sampling_params import Form
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import shown
@@ -133,6 +134,7 @@ def _connect_parts(
     logger.info(limits)
     if show_progress:
         write_line(limits)
+    defaults = _sampling_defaults(checkpoint, question)
     planned = plan_speculation(speculation, config, dtype, target=checkpoint)
     if planned is None:
         checkpoint.plan(model_config)  # else an error would come after seconds of compilation
@@ -140,7 +142,7 @@ def _connect_parts(
             plan_target(one.params(model_config, abstract), replace(question, placement=one), custom)
             for one in placements
         ]
-        params, warm_ups = load_and_compile(checkpoint, models, dtype, show_progress=show_progress)
+        params, warm_ups = load_and_compile(checkpoint, models, dtype, defaults.form, show_progress=show_progress)
     else:  # a drafter may compute with the parameters while it is prepared
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
         target, model_config = load_target(checkpoint, config, dtype, planned, **loading)
@@ -164,6 +166,7 @@ def _connect_parts(
         cache_config=cache_config,
         placements=placements,
         max_loop_seconds=max_loop_seconds,
+        defaults=defaults,
         steps=[warm_up.steps for warm_up in warm_ups],
     )
     runners = [Runner(own, warm_up, tiers, on_failure, hosts) for own, warm_up in zip(params, warm_ups, strict=True)]
@@ -226,15 +229,14 @@ def given_facts(
 
 
 def load_and_compile(
-    checkpoint: Checkpoint, models: Sequence[EngineModel], dtype: str, *, show_progress: bool
+    checkpoint: Checkpoint, models: Sequence[EngineModel], dtype: str, form: Form, *, show_progress: bool
 ) -> tuple[list[Params], list[WarmUp]]:
     """Loads the weights while the first steps of each replica compile, which depend on their shapes alone.
 
-    Reads the checkpoint once; each replica but the first gets its parameters from the first one's devices.
+    Reads the checkpoint once; each replica but the first gets its parameters from the first one's devices. `form`: that
+    in which most requests will draw.
     """
     config, (first, *others) = models[0].engine_config, models
-    bounds = {"vocab_size": first.model_config.vocab_size, "max_listed_tokens": config.max_listed_tokens}
-    form = read_sampling_defaults(checkpoint, **bounds).form
     limits = [plan_limit(model.question()) for model in models]
     pool = ThreadPoolExecutor(len(models), thread_name_prefix=COMPILING)
     try:
@@ -266,12 +268,14 @@ def plan_host(
     cache_config: CacheConfig | None = None,
     placements: Sequence[Placement] = (DEFAULT_DEVICE,),
     max_loop_seconds: float = math.inf,
+    defaults: SamplingParams | None = None,
     steps: Sequence[ReadySteps] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
     """Returns the parts that need no weights; the simulation uses only these.
 
-    `cache_config` describes the page pool; None takes the result of `plan_cache`.
+    `cache_config` describes the page pool; None takes the result of `plan_cache`. `defaults` are the parameters of
+    requests that give none; None reads those that the checkpoint states.
     """
     model_config, config, dtype = question.model, question.config, question.dtype
     cache_config = cache_config or plan_cache(question)
@@ -281,9 +285,7 @@ def plan_host(
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; its files may change
         devices = identity_of(placements)
         model = repr(page_identity(checkpoint, dtype, model_config, cache_config, config, window, devices=devices))
-    defaults = read_sampling_defaults(
-        checkpoint, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
-    )
+    defaults = _sampling_defaults(checkpoint, question) if defaults is None else defaults
     end_tokens = _end_tokens(checkpoint, tokenizer, model_config.vocab_size)
     admission = Admission(
         dtype=dtype,
@@ -324,6 +326,12 @@ def plan_host(
         clock=clock,
     )
     return admission, scheduler
+
+
+def _sampling_defaults(checkpoint: Checkpoint, question: MemoryQuestion) -> SamplingParams:
+    """Returns the sampling that a checkpoint states, within the limits of its engine; may log a warning."""
+    bounds = {"vocab_size": question.model.vocab_size, "max_listed_tokens": question.config.max_listed_tokens}
+    return read_sampling_defaults(checkpoint, **bounds)
 
 
 def plan_window(question: MemoryQuestion) -> AttentionWindow | None:

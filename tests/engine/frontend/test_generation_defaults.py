@@ -83,6 +83,16 @@ def test_requests_without_parameters_are_those_of_transformers(checkpoint, tmp_p
     assert expected != [tokens[: stated.get("max_new_tokens", 60)] for tokens in plain]
 
 
+def test_what_a_start_does_not_honour_is_told_once(checkpoint, tmp_path, caplog):
+    path = shutil.copytree(checkpoint, tmp_path / "copy")
+    edit_json(path, "generation_config.json", num_beams=4)
+
+    with caplog.at_level(logging.WARNING, logger="jaxinfer"), small_engine(path):
+        pass
+
+    assert caplog.text.count("does not honour num_beams=4") == 1
+
+
 def test_a_special_token_among_the_stop_strings_is_a_stop_token(checkpoint, tmp_path):
     path = shutil.copytree(checkpoint, tmp_path / "copy")
     edit_json(path, "generation_config.json", stop_strings=["a", "<end>"])
