@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -308,12 +307,9 @@ class CompiledSteps:
 
 
 def wait_for_one(compiled: Iterable[CompiledSteps], seconds: float) -> None:
-    """Waits for the end of a compilation that is to come, at most for these seconds."""
+    """Waits for the end of a compilation that is to come, if there is one, at most for these seconds."""
     to_come = [future for steps in compiled for future in steps.to_come()]
-    if to_come:
-        concurrent.futures.wait(to_come, seconds, concurrent.futures.FIRST_COMPLETED)
-    else:  # no thread could be started for it yet
-        time.sleep(seconds)
+    concurrent.futures.wait(to_come, seconds, concurrent.futures.FIRST_COMPLETED)
 
 
 def draw_forms_of(buckets: Iterable[Bucket]) -> set[Form]:

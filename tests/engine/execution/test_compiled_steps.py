@@ -33,14 +33,14 @@ def gate():
     gate.set()  # or its threads would wait for ever
 
 
-def steps_behind(gate):
+def steps_behind(gate, buckets=BUCKETS):
     """Steps of which all but the last are compiled when the gate opens; each is the name of its bucket."""
 
     def compile_bucket(bucket):
         assert bucket == LAST or gate.wait(60)
         return bucket.name
 
-    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps = CompiledSteps(buckets, compile_bucket)
     steps.wait_for_first()
     return steps
 
@@ -166,12 +166,7 @@ LOOPED = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, de
 
 
 def test_a_loop_is_there_when_it_is_compiled_for_all_rows(gate):
-    def compile_bucket(bucket):
-        assert bucket == LAST or gate.wait(60)
-        return bucket.name
-
-    steps = CompiledSteps(LOOPED, compile_bucket)
-    steps.wait_for_first()
+    steps = steps_behind(gate, LOOPED)
     assert not steps.can_loop("plain")
     gate.set()
     while not steps.can_loop("plain"):
@@ -180,7 +175,7 @@ def test_a_loop_is_there_when_it_is_compiled_for_all_rows(gate):
     step.is_loop = True
 
     assert steps.choose(step).compiled == "plain loop of 4 steps 8"
-    assert not CompiledSteps(BUCKETS, compile_bucket).can_loop("plain")
+    assert not steps_behind(gate).can_loop("plain")
 
 
 LARGE = plan_buckets(EngineConfig(max_num_seqs=32, max_num_batched_tokens=2048))
