@@ -114,6 +114,14 @@ def scans_layers() -> bool:
     return jax.default_backend() == "tpu"
 
 
+def joins_products() -> bool:
+    """True if weights that multiply the same inputs lie in one tensor, see `join_products`: on GPU.
+
+    On TPU the compiler streams three weights as well as one, and on CPU blocks of rows are chosen for each weight.
+    """
+    return jax.default_backend() == "gpu"
+
+
 def packs_integers() -> bool:
     """True if two 4-bit integers share a byte in memory; a TPU would lay them out anew, 1.8 GB of Llama 3 8B's."""
     return jax.default_backend() != "tpu"

@@ -100,9 +100,16 @@ def zero_after(x: jax.Array) -> jax.Array:
 
 
 def rows_by_weights(
-    x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None, *, is_split: bool = False
+    x: jax.Array,
+    w: jax.Array,
+    num_rows: jax.Array | None = None,
+    *,
+    is_split: bool = False,
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Returns x wᵀ f32[T, F] for x [T, D] and weights [F, D]: on CPU in blocks of rows, elsewhere in one product.
+    """Returns x wᵀ [T, F] for x [T, D] and weights [F, D]: on CPU in blocks of rows, elsewhere in one product.
+
+    It is added up in float32, and written in `dtype`.
 
     If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
     `is_split`: the compiler may split the weights over devices. Then blocks have ROW_BLOCK rows, for a trial of the
@@ -115,25 +122,30 @@ def rows_by_weights(
     block = min(sorted(counts), key=lambda count: -(-T // count) * (count + ROWS_PER_READ))
     small = max(count for count in counts if count <= MAX_SMALL_BLOCK)
     blocks = (block, small) if block > 2 * small else (block, block)
-    return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, blocks)
+    return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, blocks, jnp.dtype(dtype))
 
 
 # Loops whose length is known late have no derivative, so those of all products are stated.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int]) -> jax.Array:
-    in_blocks = functools.partial(_by_weights_in_blocks, blocks=blocks)
-    return jax.lax.platform_dependent(x, w, num_rows, cpu=in_blocks, default=lambda x, w, _: _product_at_once(x, w))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _rows_by_weights(
+    x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int], dtype: jnp.dtype
+) -> jax.Array:
+    return jax.lax.platform_dependent(
+        *(x, w, num_rows),
+        cpu=lambda x, w, num_rows: _by_weights_in_blocks(x, w, num_rows, blocks=blocks).astype(dtype),
+        default=lambda x, w, _: _product_at_once(x, w, dtype),
+    )
 
 
 def _by_weights_derivative(
-    _: tuple[int, int], operands: tuple[jax.Array, jax.Array], change: jax.Array
+    _: tuple[int, int], dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], change: jax.Array
 ) -> tuple[Any, ...]:
-    derivative = jax.vjp(_transposed_product, *operands)[1]
+    derivative = jax.vjp(functools.partial(_transposed_product, dtype=dtype), *operands)[1]
     return *derivative(change), None
 
 
 _rows_by_weights.defvjp(
-    lambda x, w, num_rows, blocks: (_rows_by_weights(x, w, num_rows, blocks), (x, w)), _by_weights_derivative
+    lambda x, w, num_rows, *options: (_rows_by_weights(x, w, num_rows, *options), (x, w)), _by_weights_derivative
 )
 
 
@@ -380,20 +392,20 @@ def _weights_by_rows(w: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(_transposed_product(w, x))
 
 
-def _transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns x yᵀ f32[m, n] for x [m, D] and y [n, D]."""
-    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _transposed_product(x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns x yᵀ [m, n] for x [m, D] and y [n, D]."""
+    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def _product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Returns x wᵀ f32[T, F] in one product, which has two rows at least on a GPU before Ampere.
+def _product_at_once(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns x wᵀ [T, F] in one product, which has two rows at least on a GPU before Ampere.
 
     The compiler multiplies a single row of float16 as a vector there, and writes all weights in float32 before.
     """
     T = x.shape[0]
     if T == 1 and x.dtype == jnp.float16 and device_at_hand().is_before_ampere:
         x = jnp.pad(x, ((0, 1), (0, 0)))
-    return _transposed_product(x, w)[:T]
+    return _transposed_product(x, w, dtype)[:T]
 
 
 def _by_weights(x: jax.Array, w: jax.Array) -> jax.Array:

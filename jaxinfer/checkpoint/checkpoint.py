@@ -35,11 +35,12 @@ from jaxinfer.checkpoint.making.reading import abstract, assemble
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.config import require_quantization
-from jaxinfer.device import packs_integers, scans_layers
+from jaxinfer.device import joins_products, packs_integers, scans_layers
 from jaxinfer.display.progress import Bar
 from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
+from jaxinfer.model.joined_params import join_products
 from jaxinfer.model.params import Params, abstract_params, over_mesh, shardings
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.validation import MAX_INT, is_int
@@ -224,7 +225,8 @@ class Checkpoint:
         config = over_mesh(self.grouped(self.config, layer_cuts, scans=scans_layers()), mesh)
         placement = None if mesh is None else shardings(config, mesh)
         options: dict[str, Any] = {"quantization": quantization, "placement": placement}
-        return self.load_params(config, dtype, show_progress=show_progress, **options), config
+        params = self.load_params(config, dtype, show_progress=show_progress, **options)
+        return join_products(params, config) if joins_products() else params, config
 
     def load_params(
         self,
@@ -280,7 +282,7 @@ class Checkpoint:
     def abstract(
         self, dtype: str, *, quantization: str | None = None, mesh: Mesh | None = None
     ) -> tuple[Params, ModelConfig]:
-        """Returns what `load` returns, with a `jax.ShapeDtypeStruct` per tensor, without shardings.
+        """Returns what `load` returns, with a `jax.ShapeDtypeStruct` per tensor, none joined, without shardings.
 
         It needs config.json alone, and of packed weights the headers of their files.
         """

@@ -23,6 +23,7 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig
+from jaxinfer.model.joined_params import split_products
 from jaxinfer.model.layer_parts import MIXERS
 from jaxinfer.model.params import Params, abstract_params
 
@@ -39,6 +40,7 @@ def save_params(path: str | Path, params: Params, config: ModelConfig) -> None:
     """
     import orbax.checkpoint
 
+    params = split_products(params, config)
     path = Path(path).resolve()
     if (path / PARAMS_FOLDER).exists() or (path / DESCRIPTION_FILE).exists():
         raise ValueError(f"{path} already holds a checkpoint; choose another path or remove that one")

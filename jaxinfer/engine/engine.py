@@ -440,7 +440,7 @@ class Engine:
         self._placement.require_one_process("update_params")
         if isinstance(params, Params):
             params = fit_params(params, self.model_config)
-        require_alike(params, self._runners[0].params)
+        require_alike(params, self._runners[0].params, self.model_config)
         # Processes share a disk cache, and none of them has these parameters: the version must be unique.
         version = f", updated to {secrets.token_hex(16)}"
         self._admission = replace(self._admission, params_version=version)

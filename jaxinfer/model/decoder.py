@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any, TypeGuard
@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
-from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled, take_rows
+from jaxinfer.model.components.layers import Norm, TensorSpec, linear, product, rms_norm, scaled, take_rows
 from jaxinfer.model.components.mixer_inputs import MixerInputs, StepContext, with_angles
 from jaxinfer.model.components.moe import MoEParams
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
@@ -29,6 +30,7 @@ from jaxinfer.model.params import (
     Params,
     declare_stack,
     declare_vocabulary,
+    is_spec,
     usual_sharding,
 )
 from jaxinfer.quantization import PACKED, QuantizedArray
@@ -220,9 +222,10 @@ def _run_group(
     # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
     # layer's would be that of a whole stack.
     reads_stacks = context.num_whole_rows is None
-    specs: Any = params  # has the same structure, and without a mesh nothing else of them is read
+    specs: dict[str, TensorSpec] = {}  # by place; without a mesh nothing reads them
     if is_split(mesh):
-        specs = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
+        declared = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
+        specs = {keystr(path): spec for path, spec in tree_leaves_with_path(declared, is_leaf=is_spec)}
 
     def run_pattern(carry, scanned):
         x, pools = carry[0], list(carry[1])
@@ -276,23 +279,27 @@ def _without_stacks(params: Any) -> Any:
     return jax.tree.map(drop, params, is_leaf=_is_whole)
 
 
-def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh | None) -> Any:
+def _with_stacks(
+    own: Any, stacks: Any, specs: Mapping[str, TensorSpec], layer: jax.Array, mesh: Mesh | None, place: str = ""
+) -> Any:
     """Returns the parameters of layers with the experts and integers of their whole stacks, theirs being at `layer`.
 
-    `specs` declare the stacks, which a mesh may split.
+    `specs` declare the stacks, which a mesh may split, by their places, which begin with `place`. A joined tensor has
+    none, for only kernels of a TPU need the sharding.
     """
 
-    def put(stack: Any, node: Any, spec: Any) -> Any:
+    def put(path: Any, stack: Any, node: Any) -> Any:
         if isinstance(stack, AdaptedArray):
-            return replace(node, base=put(stack.base, node.base, spec))
+            return replace(node, base=None if stack.base is None else put(path, stack.base, node.base))
         if isinstance(stack, MoEParams):
-            shared = _with_stacks(node.shared, stack.shared, spec.shared, layer, mesh)
+            shared = _with_stacks(node.shared, stack.shared, specs, layer, mesh, f"{place}{keystr(path)}.shared")
             return replace(node, experts=stack.experts, shared=shared, layer=layer)
         if isinstance(stack, QuantizedArray):
-            return replace(stack, layer=layer, sharding=usual_sharding(spec, mesh) if is_split(mesh) else None)
+            spec = specs.get(place + keystr(path))
+            return replace(stack, layer=layer, sharding=usual_sharding(spec, mesh) if spec and mesh else None)
         return node
 
-    return jax.tree.map(put, stacks, own, specs, is_leaf=lambda node: isinstance(node, AdaptedArray) or _is_whole(node))
+    return tree_map_with_path(put, stacks, own, is_leaf=lambda node: isinstance(node, AdaptedArray) or _is_whole(node))
 
 
 def mix(

@@ -29,6 +29,7 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import lay_out_batch
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.joined_params import join_products
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.parallel.placement import Placement
@@ -216,7 +217,9 @@ def step_call(
     if loop_steps:
         host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
     pages = placement.cache(config, abstract_cache(config, cache, layout))
-    arguments = {"params": placement.params(config, weights), "cache": pages, **placement.replicated(host)}
+    weights = placement.params(config, weights)
+    weights = join_products(weights, config) if layout == "gpu" else weights
+    arguments = {"params": weights, "cache": pages, **placement.replicated(host)}
     function = functools.partial(getattr(steps, step), options=StepOptions(config=config, mesh=mesh, **statics))
     return jax.jit(function, donate_argnames="cache"), arguments
 

@@ -9,6 +9,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path, tree_structure
 
+from jaxinfer.engine.execution.engine_model import abstract
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.joined_params import Joint, split_products
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import PACKED
 from jaxinfer.validation import require
@@ -16,9 +19,14 @@ from jaxinfer.validation import require
 WAY_OUT = "give parameters like those that load_checkpoint returns for this engine's checkpoint, dtype and quantization"
 
 
-def require_alike(params: Params, old: Params) -> None:
-    """Raises ValueError that names the first difference in structure or a tensor between `params` and `old`."""
+def require_alike(params: Params, old: Params, config: ModelConfig) -> None:
+    """Raises ValueError that names the first difference in structure or a tensor between `params` and `old`.
+
+    Tensors that are joined in `old` may be apart in `params`.
+    """
     require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
+    if len(params.layers) == len(old.layers):
+        old = split_products(abstract(old), config, like=params)
     _check_quantization(params, old)
     expected = tree_leaves_with_path(old)
     found = {keystr(path): tensor for path, tensor in tree_leaves_with_path(params)}
@@ -49,7 +57,7 @@ def _quantized_tensors(params: Params) -> set[str]:
     return {keystr(path) for path, leaf in leaves if isinstance(leaf, PACKED)}
 
 
-def _check_tensor(name: str, new: Any, old: jax.Array) -> None:
+def _check_tensor(name: str, new: Any, old: Any) -> None:
     is_array = isinstance(new, jax.Array | np.ndarray) and not isinstance(new, Tracer)
     require(is_array, f"params{name}", new, "an array of jax or numpy")
     if isinstance(new, jax.Array) and new.is_deleted():
@@ -63,8 +71,9 @@ def _check_tensor(name: str, new: Any, old: jax.Array) -> None:
 def replaced(old: list[jax.Array | None], params: Params) -> Params:
     """Returns `params` on the devices of `old`, the leaves of the parameters that they replace.
 
-    Empties `old`: frees each tensor, unless other code refers to it, before it copies the next. So the device needs
-    room for one set of parameters. Arrays that are on their device already are not copied.
+    `params` may have a `Joint` in the place of an array. Empties `old`: frees each tensor, unless other code refers to
+    it, before it copies the next. So the device needs room for one set of parameters. Arrays that are on their device
+    already are not copied.
     """
     leaves, structure = jax.tree.flatten(params)
     for i, new in enumerate(leaves):
@@ -72,6 +81,9 @@ def replaced(old: list[jax.Array | None], params: Params) -> Params:
         assert tensor is not None
         sharding = tensor.sharding
         del tensor
+        if isinstance(new, Joint):
+            leaves[i] = new.on(sharding)
+            continue
         # An array of numpy may change later, so it is copied even if the device could read it in place.
         leaves[i] = jax.device_put(new, sharding, may_alias=isinstance(new, jax.Array))
     return jax.tree.unflatten(structure, leaves)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
-from jaxinfer.engine.execution.engine_model import EngineModel
+from jaxinfer.engine.execution.engine_model import EngineModel, abstract
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.params_update import replaced
 from jaxinfer.engine.execution.warm_up import WarmUp
@@ -23,6 +23,7 @@ from jaxinfer.engine.scheduling.step import NO_ROWS, Step
 from jaxinfer.model.adapted_params import Adapter, Slots, insert_adapter, with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.model.cache import KVCache
+from jaxinfer.model.joined_params import joints
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.plan.step_shapes import Bucket
@@ -50,7 +51,7 @@ class Runner:
         """`hosts`: the processes of the devices, if they are several; `follow` is for all but the first."""
         self._fail, self._hosts = fail, hosts
         compiler = warm_up.compiler
-        self.buckets = compiler.buckets
+        self.buckets, self._config = compiler.buckets, compiler.model_config
         self._builder = BatchBuilder.of(warm_up.model)
         self.compiled_steps, self._copiers = warm_up.steps, warm_up.copiers
         self._params = self._base_params = params
@@ -63,7 +64,7 @@ class Runner:
         self._before = NO_ROWS  # the rows of the last step
         self._undrawn: Undrawn | None = None  # the draw of the last step that draws apart, if it is still to come
         self._num_pages = warm_up.cache_config.num_pages
-        self._cache = placement.init_cache(compiler.model_config, warm_up.cache_config)
+        self._cache = placement.init_cache(self._config, warm_up.cache_config)
         self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}  # of the hosts' executables
         if hosts is not None:
             adapter = np.int32(0), np.zeros((MAX_SOURCE_BYTES,), np.uint8)
@@ -80,6 +81,7 @@ class Runner:
         """Replaces the parameters by others of their shapes and dtypes, with room for one set on the device."""
         with self._reported_failures():
             jax.block_until_ready(self._cache)  # launched steps refer to the old parameters until they end
+            params = joints(params, self._config, like=abstract(self._base_params))
             old = jax.tree.leaves(self._base_params)
             del self._params, self._base_params
             self._base_params = replaced(old, params)

@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.device import joins_products
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.joined_params import join_products
 from jaxinfer.model.params import Params
 from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, guess_memory, plan_cache
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, usable_pages
@@ -91,7 +93,7 @@ def plan_target(params: Params, question: MemoryQuestion, custom: Mapping[str, L
         num_ends = max(bucket.num_sampled for bucket in plan_buckets(config, config.max_drafts) if bucket.is_verify)
         cache_config = replace(cache_config, num_draft_states=num_ends)
     return EngineModel(
-        params=params,
+        params=join_products(params, model) if joins_products() else params,
         model_config=model,
         engine_config=config,
         cache_config=cache_config,

@@ -23,7 +23,7 @@ class AdaptedArray:
     `up` have rows of zeros up to `padded_size` of their inputs.
     """
 
-    base: Any  # an array or a QuantizedArray [out..., in]
+    base: Any  # an array or a QuantizedArray [out..., in]; None if a joined tensor has the weights, see `linears`
     down: Any  # [A, in, r]
     up: Any  # [A, r, out]  times the adapter's scale
     gain: Any  # f32[A, out]

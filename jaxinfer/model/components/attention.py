@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import (
+    KV_HEADS,
+    MakeSpec,
+    Norm,
+    PoolSize,
+    TensorSpec,
+    linear,
+    linears,
+    rms_norm,
+)
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
@@ -119,6 +129,8 @@ class AttentionParams:
     gate_bias: Any = None  # [n, N, H]
     k_scale: Any = None  # [n, 1]  the worth of a number in a cache in fp8
     v_scale: Any = None  # [n, 1]
+    # [n, P, S / P, H, D]  q, k, v and gate, as far as there are any, in parts for P devices; each is None then
+    qkv: Any = None
 
 
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
@@ -190,7 +202,8 @@ def attend(
 
     A layer that reads those of another gets the other's pages, and returns them as they came.
     """
-    q, k, v = project_qkv(params, x, inputs, config=config, norm=norm)
+    outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
+    q, k, v = project_qkv(params, outputs, inputs, config=config, norm=norm)
     options, scales = _scoring(config), {}
     if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
@@ -204,23 +217,32 @@ def attend(
         attended, pages = _attend_through_pages(run, plain, (q, k, v), params.sinks, pages, call, inputs)
     else:
         attended, pages = inputs.run(run, plain, (q, k, v), params.sinks, pages, call)
-    if params.gate is not None:
-        attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.tokens))
+    if config.has_gate:
+        attended = attended * jax.nn.sigmoid(next(outputs))
     attended = attended.reshape(attended.shape[0], -1)
     return linear(attended, params.o, params.o_bias, inputs.tokens, input_units=config.num_heads), pages
 
 
+def projected_sizes(config: Attention) -> dict[str, int]:
+    """Returns the weights that multiply a layer's input, by name, with their heads, in the order of `params.qkv`."""
+    N, K = config.num_heads, config.num_held_heads
+    own, has_values = config.source is None, config.source is None and config.has_values
+    sizes = {"q": N, "k": K if own else 0, "v": K if has_values else 0, "gate": N if config.has_gate else 0}
+    return {name: size for name, size in sizes.items() if size}
+
+
 def project_qkv(
     params: AttentionParams,
-    x: jax.Array,
+    outputs: Iterator[jax.Array],
     inputs: MixerInputs,
     *,
     config: Attention,
     norm: Norm,
 ) -> tuple[jax.Array, Any, Any]:
-    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normalised and rotated as `config` says.
+    """Returns queries [T, N, H], keys and values [T, K, H], normalised and rotated as `config` says.
 
-    Keys and values are None in a layer that reads those of another.
+    `outputs` are the products of the layer's input, of which they are the first. Keys and values are None in a layer
+    that reads those of another.
     """
 
     def placed(heads: jax.Array, weight: Any) -> jax.Array:
@@ -230,11 +252,11 @@ def project_qkv(
             return heads
         return rotary_embedding(heads, *inputs.step.angles_of(config.rope), is_interleaved=config.rope.is_interleaved)
 
-    q = placed(linear(x, params.q, params.q_bias, inputs.tokens), params.q_norm)
+    q = placed(next(outputs), params.q_norm)
     if config.source is not None:
         return q, None, None
-    k = linear(x, params.k, params.k_bias, inputs.tokens)
-    v = linear(x, params.v, params.v_bias, inputs.tokens) if config.has_values else k
+    k = next(outputs)
+    v = next(outputs) if config.has_values else k
     return q, placed(k, params.k_norm), rms_norm(v, None, norm) if config.has_value_norm else v
 
 

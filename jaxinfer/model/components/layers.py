@@ -7,7 +7,7 @@ depend on the tokens computed beside it; `kernels_pallas.row_products` has the r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -42,8 +42,34 @@ def linear(
     input_units: int = 0,
 ) -> jax.Array:
     """Returns x wᵀ + bias [T, out...] in x's dtype; x, w, `tokens` and `input_units` are as in `product`."""
-    y = product(x, w, tokens, input_units=input_units).astype(x.dtype)
+    y = _rounded_product(x, w, tokens, input_units).astype(x.dtype)
     return y if bias is None else y + bias[None]
+
+
+def linears(
+    x: jax.Array, params: Any, sizes: Mapping[str, int], joined: Weights | None, tokens: StepTokens | None = None
+) -> Iterator[jax.Array]:
+    """Yields what `linear` returns for several weights, [T, size, ...] for each name in `sizes`.
+
+    The weights and biases are those of `params` by their names, or `joined` [P, sizes / P, ..., in] has all weights,
+    see `join_products`. Then those of `params` are None, or the changes by adapters alone.
+    """
+    weights = [getattr(params, name) for name in sizes]
+    biases = [getattr(params, f"{name}_bias") for name in sizes]
+    if joined is None:
+        for w, bias in zip(weights, biases, strict=True):
+            yield linear(x, w, bias, tokens)
+        return
+    are_adapted = any(w is not None for w in weights)
+    y = product(x, joined, tokens) if are_adapted else _rounded_product(x, joined, tokens)
+    end = 0
+    for size, w, bias in zip(sizes.values(), weights, biases, strict=True):
+        first, end = end, end + size // joined.shape[0]
+        own = y[:, :, first:end].reshape(x.shape[0], size, *y.shape[3:])
+        if isinstance(w, AdaptedArray):
+            own = _with_changes(own, x, w, tokens)
+        own = own.astype(x.dtype)
+        yield own if bias is None else own + bias[None]
 
 
 def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input_units: int = 0) -> jax.Array:
@@ -56,9 +82,22 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
     return _PRODUCTS.get(type(w), _product_of_array)(x, w, tokens, input_units)
 
 
-def _product_of_array(x: jax.Array, w: jax.Array, tokens: StepTokens | None, input_units: int) -> jax.Array:
+def _rounded_product(x: jax.Array, w: Weights, tokens: StepTokens | None, input_units: int = 0) -> jax.Array:
+    """Returns `product` as it is next rounded to x's dtype: a GPU writes it so, if no devices add their parts of it.
+
+    The compiler of a TPU joins the rounding to the product by itself.
+    """
+    has_parts = input_units > 0 and tokens is not None and tokens.is_split
+    if not isinstance(w, jax.Array) or has_parts or device_at_hand().platform != "gpu":
+        return product(x, w, tokens, input_units=input_units)
+    return _product_of_array(x, w, tokens, input_units, x.dtype)
+
+
+def _product_of_array(
+    x: jax.Array, w: jax.Array, tokens: StepTokens | None, input_units: int, dtype: Any = jnp.float32
+) -> jax.Array:
     def multiply(x: jax.Array, w: jax.Array, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
-        return rows_by_weights(x, w.reshape(-1, w.shape[-1]), num_rows, is_split=is_split)
+        return rows_by_weights(x, w.reshape(-1, w.shape[-1]), num_rows, is_split=is_split, dtype=dtype)
 
     return _product_over_devices(multiply, x, w, tokens, input_units)
 
@@ -75,7 +114,11 @@ def _product_of_blocks(x: jax.Array, w: PackedBlocks, tokens: StepTokens | None,
 
 
 def _product_of_adapted(x: jax.Array, w: AdaptedArray, tokens: StepTokens | None, input_units: int) -> jax.Array:
-    y = product(x, w.base, tokens, input_units=input_units)
+    return _with_changes(product(x, w.base, tokens, input_units=input_units), x, w, tokens)
+
+
+def _with_changes(y: jax.Array, x: jax.Array, w: AdaptedArray, tokens: StepTokens | None) -> jax.Array:
+    """Returns y f32[T, out...], the product of x and the weights, with the change by each token's adapter."""
     if tokens is None or tokens.adapters is None:
         return y
     return add_changes(y.reshape(x.shape[0], -1), x, w, tokens.adapters).reshape(y.shape)

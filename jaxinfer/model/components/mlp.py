@@ -9,7 +9,15 @@ import jax
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear, scaled
+from jaxinfer.model.components.layers import (
+    ACTIVATIONS,
+    UNGATED_ACTIVATIONS,
+    MakeSpec,
+    TensorSpec,
+    linear,
+    linears,
+    scaled,
+)
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 
 
@@ -55,6 +63,7 @@ class MLPParams:
     gate_bias: Any = None  # [n, F]
     up_bias: Any = None  # [n, F]
     down_bias: Any = None  # [n, D]
+    up_gate: Any = None  # [n, P, 2 F / P, D]  up and gate, which are None then, in parts for P devices
 
 
 def declare_mlp(config: MLP, hidden_size: int, spec: MakeSpec) -> MLPParams:
@@ -72,11 +81,15 @@ def declare_mlp(config: MLP, hidden_size: int, spec: MakeSpec) -> MLPParams:
     return MLPParams(**weights)
 
 
+def hidden_sizes(config: MLP) -> dict[str, int]:
+    """Returns the weights that multiply the network's input, by name, with F, in the order of `params.up_gate`."""
+    return dict.fromkeys(("up", "gate") if config.is_gated else ("up",), config.intermediate_size)
+
+
 def mlp(params: MLPParams, x: jax.Array, tokens: StepTokens, *, config: MLP) -> jax.Array:
     """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
-    up = linear(x, params.up, params.up_bias, tokens)
-    gate = linear(x, params.gate, params.gate_bias, tokens) if config.is_gated else None
-    hidden, F = activate(gate, up, config=config), config.intermediate_size
+    up, *gate = linears(x, params, hidden_sizes(config), params.up_gate, tokens)
+    hidden, F = activate(gate[0] if gate else None, up, config=config), config.intermediate_size
     y = linear(hidden, params.down, params.down_bias, tokens, input_units=F)
     return scaled(y, config.output_scale)
 
