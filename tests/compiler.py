@@ -15,6 +15,7 @@ from importlib.metadata import version
 import pytest
 
 from jaxinfer.checkpoint import checkpoint
+from jaxinfer.engine.execution import warm_up
 
 # XLA ends a process for a flag that it does not know; the emitters are no option from 0.11 on.
 _EMITTERS = (
@@ -45,4 +46,13 @@ def layers_apart() -> Iterator[None]:
     """Models that are loaded meanwhile have parameters for each layer by itself, as on CPU and GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "scans_layers", lambda: False)
+        yield
+
+
+@contextlib.contextmanager
+def products_joined() -> Iterator[None]:
+    """Models that are loaded and planned meanwhile have joined tensors, as on GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (checkpoint, warm_up):
+            patch.setattr(module, "joins_products", lambda: True)
         yield

@@ -58,7 +58,7 @@ class Joint:
         return _concatenation(self.num_parts, sharding)(*(jax.device_put(array, whole) for array in self.arrays))
 
     def joined(self) -> jax.Array:
-        """Returns the joined array on the devices of its arrays, and frees these."""
+        """Returns the joined array on the devices of its arrays of jax, and frees these."""
         sharding = self.shape().sharding or self.arrays[0].sharding
         joined = _concatenation(self.num_parts, sharding)(*self.arrays)
         for array in self.arrays:
@@ -92,7 +92,7 @@ def join_products(params: Params, config: ModelConfig) -> Params:
     def finish(leaf: Any) -> Any:
         if not isinstance(leaf, Joint):
             return leaf
-        return leaf.joined() if isinstance(leaf.arrays[0], jax.Array) else leaf.shape()
+        return leaf.shape() if isinstance(leaf.arrays[0], jax.ShapeDtypeStruct) else leaf.joined()
 
     def join(node: Any, field: str, sizes: Mapping[str, int]) -> Any:
         # One after another, so that the devices have room for one more weight of a layer at most.

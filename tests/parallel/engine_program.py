@@ -51,6 +51,7 @@ from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
 from jaxinfer.steps.steps import StepOptions
 from kernels_pallas import row_products
+from tests.compiler import products_joined
 from tests.engine.probe import runner_of, warm_up_of
 from tests.on_demand import clear_compiled, steps_on_demand
 
@@ -78,9 +79,10 @@ ADAPTER = tempfile.TemporaryDirectory()
 
 def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
     own = {name: options.pop(name) for name in ("speculation", "devices", "logits_processors") if name in options}
+    join = products_joined() if options.pop("joined", 0) else contextlib.nullcontext()
     # Adaptive drafts depend on the clock.
     config = EngineConfig(parallelism=parallelism, adaptive_drafts=False, **{**SIZES, **options})
-    with steps_on_demand():
+    with join, steps_on_demand():
         return LLM(checkpoint, config=config, **own)
 
 

@@ -30,6 +30,11 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "llama over four in loops": ("llama", {"vocab_size": 97, **ONE_LAYER}, 4, 1, ("decode_loop_steps=3",)),
     "qwen 2.5 over eight": ("qwen2", {"num_attention_heads": 8, **TWO_LAYERS, **ODD}, 8, 1, ()),
     "llama with adapters": ("llama", {**ONE_LAYER, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
+    "llama joined with adapters": (
+        *("llama", {**ONE_LAYER, **ODD}, 2, 1),
+        ("joined=1", "max_adapters=1", "max_adapter_rank=4"),
+    ),
+    "qwen 2.5 joined in int8": ("qwen2", {**TWO_LAYERS, **ODD}, 2, 1, ("joined=1", "quantization=int8")),
     "gemma 3 in int8": ("gemma3_text", {**WINDOW_AND_NONE, **ODD}, 4, 1, ("quantization=int8",)),
     # All eight share the heads, with copies of both KV heads, and two of them each expert.
     "gpt-oss over eight": ("gpt_oss", {"num_attention_heads": 8, "vocab_size": 97, **TWO_LAYERS, **EXPERTS}, 2, 4, ()),
@@ -40,7 +45,13 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
 }
 # Every run also has drafts of devices on a mesh below, eight devices with copies of heads in gpt-oss, and the logits of
 # states and gated delta nets on a mesh in `tests/steps/test_mesh_steps.py`.
-IN_EVERY_RUN = ("llama over four in loops", "llama with adapters", "gemma 3 in int8", "gpt-oss over eight", "deepseek")
+IN_EVERY_RUN = (
+    "llama over four in loops",
+    "llama joined with adapters",
+    "gemma 3 in int8",
+    "gpt-oss over eight",
+    "deepseek",
+)
 
 
 # One family for each kind of mixer, and its devices by tensor and by experts.

@@ -19,6 +19,7 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.plan.memory import num_bytes
 from tests.adapters import merge, save_adapter
+from tests.compiler import products_joined
 from tests.engine.engines import (
     GREEDY,
     completions_of,
@@ -116,6 +117,19 @@ def test_many_adapters_in_a_batch_give_each_request_its_bits_alone(limits, check
         assert content_of(alone) == content_of(together[ids[i]]), (i, adapters[i])
         contents.add(complete(llm, prompts[0], adapter=adapters[i]).log_probs)
     assert len(contents) == 9  # each adapter changes the numbers
+
+
+def test_adapters_change_the_parts_of_joined_tensors(llm, checkpoint, folders):
+    with products_joined():
+        joined = engine_with(checkpoint, folders)
+    assert runner_of(joined).params.layers[0].mixer.q is None
+    params = SamplingParams(max_tokens=8, temperature=0, log_probs=1, ignore_eos=True)
+
+    for name in (*NAMES, None):
+        found, expected = (complete(engine, [7, 8, 9], params, adapter=name) for engine in (joined, llm))
+        assert found.token_ids == expected.token_ids
+        np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
+    forget_prefixes(llm)
 
 
 @is_on_cpu

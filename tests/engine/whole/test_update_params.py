@@ -18,7 +18,7 @@ from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.quantization import quantize
 from jaxinfer.steps.medusa import MedusaHeads
-from tests.compiler import layers_apart
+from tests.compiler import layers_apart, products_joined
 from tests.engine.engines import (
     GREEDY,
     completions_of,
@@ -134,6 +134,30 @@ def test_the_old_weights_are_freed_and_come_back(checkpoint, params, trained_llm
     assert kept() is None
     assert token_ids_of(new) == token_ids_of(generate(trained_llm, [PREFIX]))
     assert token_ids_of(generate(llm, [PREFIX])) == token_ids_of(old)
+
+
+def test_joined_weights_are_replaced_by_parts_and_by_joined_ones(checkpoint, trained, params, trained_llm):
+    with products_joined():
+        llm = small_engine(checkpoint)
+        joined = load_checkpoint(trained)[0]
+    old, new = generate(llm, [PREFIX]), token_ids_of(generate(trained_llm, [PREFIX]))
+    kept = weakref.ref(runner_of(llm).params.layers[0].mixer.qkv)
+
+    llm.update_params(params)
+    gc.collect()
+    assert kept() is None
+    assert token_ids_of(generate(llm, [PREFIX])) == new
+
+    llm.update_params(jax.tree.map(np.asarray, load_checkpoint(checkpoint)[0]))
+    assert token_ids_of(generate(llm, [PREFIX])) == token_ids_of(old)
+
+    llm.update_params(joined)
+    assert token_ids_of(generate(llm, [PREFIX])) == new
+    assert runner_of(llm).params.layers[0].mixer.qkv is joined.layers[0].mixer.qkv  # no array is copied
+    with pytest.raises(
+        ValueError, match=r"params.layers\[0\].mixer.q has dtype bfloat16, but the engine's has float32"
+    ):
+        llm.update_params(changed(params, ".layers[0].mixer.q", lambda t: t.astype("bfloat16")))
 
 
 def exit_drafter(width):
