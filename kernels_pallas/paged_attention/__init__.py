@@ -1,7 +1,7 @@
 """Attention over a paged KV cache."""
 
-from kernels_pallas.paged_attention.api import paged_attention, plan_attention
-from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.api import append_products, can_append_products, paged_attention, plan_attention
+from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions
 from kernels_pallas.paged_attention.layout import (
     Pages,
     abstract_pages,
@@ -17,8 +17,11 @@ from kernels_pallas.paged_attention.layout import (
 
 __all__ = [
     "AttentionCall",
+    "HeadOptions",
     "Pages",
     "abstract_pages",
+    "append_products",
+    "can_append_products",
     "gather_tokens",
     "head_specs",
     "init_pages",

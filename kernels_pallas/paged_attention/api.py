@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
@@ -11,8 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
-from kernels_pallas.paged_attention.call import AttentionCall, check_call
-from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
+from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions, check_call
+from kernels_pallas.paged_attention.gpu.append_products import append_products as append_products_gpu
+from kernels_pallas.paged_attention.gpu.entry import MAX_HEAD_DIM, PAGE_SIZES, paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
@@ -106,6 +108,54 @@ def paged_attention(
         check_vma=False,
     )
     return split((q, k, v, pages, call), {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale})
+
+
+def can_append_products(products: jax.Array, pages: Pages, call: AttentionCall) -> bool:
+    """Returns whether `append_products` can do a call: on GPU, for pages that hold keys and values in their dtype.
+
+    Over a mesh `products` [T, P, S, H] have the part of a device for each that has KV heads of its own.
+    """
+    name = call.implementation or default_implementation()
+    parts = 1
+    if splits_heads(call.mesh):
+        parts = num_parts(call.mesh, dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES))
+    has_own = products.shape[1] == parts and products.shape[-1] <= MAX_HEAD_DIM and pages.page_size in PAGE_SIZES
+    return name in ("gpu", "gpu_interpret") and pages.layout == "gpu" and pages.dtype == products.dtype and has_own
+
+
+def append_products(
+    products: jax.Array, pages: Pages, call: AttentionCall, heads: HeadOptions
+) -> tuple[jax.Array, Pages]:
+    """Norms and rotates queries, keys and values, and appends the latter two: what precedes attention, in one launch.
+
+    Then `paged_attention(q, None, None, pages, call)` attends. For calls that `can_append_products`.
+
+    Args:
+      products: [T, P, (N + 2 K) / P, H] queries, keys and values of each of P devices, rows one after another.
+      pages: the pool, of the same dtype.
+      call: the rows.
+      heads: how they become those of the attention.
+
+    Returns:
+      The queries [T, N, H], and the pool with keys and values of the tokens.
+    """
+
+    def append(products: jax.Array, pages: Pages, call: AttentionCall, heads: HeadOptions) -> tuple[jax.Array, Pages]:
+        own = products.reshape(products.shape[0], -1, products.shape[-1])
+        return append_products_gpu(own, pages, call, heads, interpret=call.implementation == "gpu_interpret")
+
+    if not splits_heads(call.mesh):
+        return append(products, pages, call, heads)
+    axis = dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES)
+    split, pool = PartitionSpec(None, axis), head_specs(pages, axis)
+    of_heads = {name: PartitionSpec(axis) if "bias" in name else PartitionSpec() for name in heads.arrays()}
+    return jax.shard_map(
+        append,
+        mesh=call.mesh,
+        in_specs=(split, pool, PartitionSpec(), dataclasses.replace(heads, **of_heads)),
+        out_specs=(split, pool),
+        check_vma=False,
+    )(products, pages, call, heads)
 
 
 def splits_heads(mesh: Mesh | None) -> TypeGuard[Mesh]:

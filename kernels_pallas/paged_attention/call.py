@@ -62,6 +62,37 @@ class AttentionCall:
         return replace(self, block_tables=self.block_tables + self.page_offset, page_offset=0)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions:
+    """What becomes of the products of queries, keys and values before they are used; all of it may be absent.
+
+    Args:
+      q_bias, k_bias, v_bias: [N, H], [K, H], [K, H] added to the products, in their dtype.
+      q_norm, k_norm: [H] the weights of an RMSNorm over each head; both or none.
+      cos, sin: f32[T, 1, R / 2] by which the first R numbers of queries and keys are rotated then.
+      epsilon: added to the mean square of a norm.
+      adds_one: a norm's weights are offsets from 1.
+      is_interleaved: a pair of numbers that is rotated is 2 i and 2 i + 1, and not i and i + R / 2.
+    """
+
+    q_bias: Any = None
+    k_bias: Any = None
+    v_bias: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+    cos: Any = None
+    sin: Any = None
+    epsilon: float = field(default=0.0, metadata=STATIC)
+    adds_one: bool = field(default=False, metadata=STATIC)
+    is_interleaved: bool = field(default=False, metadata=STATIC)
+
+    def arrays(self) -> dict[str, Any]:
+        """Returns the arrays that there are, by name."""
+        names = ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "cos", "sin")
+        return {name: array for name in names if (array := getattr(self, name)) is not None}
+
+
 class Paged(Protocol):
     """A pool of pages of any content."""
 

@@ -20,6 +20,7 @@ from jaxinfer.model.components.layers import (
     TensorSpec,
     linear,
     linears,
+    product_in_dtype,
     rms_norm,
 )
 from jaxinfer.model.components.mixer_inputs import MixerInputs
@@ -27,8 +28,11 @@ from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import (
     AttentionCall,
+    HeadOptions,
     Pages,
     abstract_pages,
+    append_products,
+    can_append_products,
     gather_tokens,
     paged_attention,
     plan_attention,
@@ -202,9 +206,15 @@ def attend(
 
     A layer that reads those of another gets the other's pages, and returns them as they came.
     """
-    outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
-    q, k, v = project_qkv(params, outputs, inputs, config=config, norm=norm)
     options, scales = _scoring(config), {}
+    outputs: Iterator[jax.Array]
+    products = _products_to_append(params, x, inputs, config)
+    if products is not None and can_append_products(products, pages, inputs.call(**options)):
+        q, pages, outputs = _append(params, products, pages, inputs, config=config, norm=norm)
+        k = v = None
+    else:
+        outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
+        q, k, v = project_qkv(params, outputs, inputs, config=config, norm=norm)
     if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
         scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}
@@ -229,6 +239,45 @@ def projected_sizes(config: Attention) -> dict[str, int]:
     own, has_values = config.source is None, config.source is None and config.has_values
     sizes = {"q": N, "k": K if own else 0, "v": K if has_values else 0, "gate": N if config.has_gate else 0}
     return {name: size for name, size in sizes.items() if size}
+
+
+def _products_to_append(
+    params: AttentionParams, x: jax.Array, inputs: MixerInputs, config: Attention
+) -> jax.Array | None:
+    """Returns the joined products of x as `append_products` takes them, the gate's last; None if it cannot take them.
+
+    Not if adapters change them, if they have a derivative, or if norms are over other numbers than a head's.
+    """
+    sizes = projected_sizes(config)
+    has_all = sizes.keys() >= {"q", "k", "v"} and config.qk_norm != "all" and not config.has_value_norm
+    are_adapted = any(getattr(params, name) is not None for name in sizes)
+    if params.qkv is None or not has_all or are_adapted or inputs.step.num_whole_rows is not None:
+        return None
+    return product_in_dtype(x, params.qkv, inputs.tokens).astype(x.dtype)
+
+
+def _append(
+    params: AttentionParams, products: jax.Array, pages: Pages, inputs: MixerInputs, *, config: Attention, norm: Norm
+) -> tuple[jax.Array, Pages, Iterator[jax.Array]]:
+    """Returns the queries [T, N, H], the pages with keys and values, and the outputs that are left: the gate's."""
+    cos, sin = (None, None) if config.rope is None else inputs.step.angles_of(config.rope)
+    heads = HeadOptions(
+        q_bias=params.q_bias,
+        k_bias=params.k_bias,
+        v_bias=params.v_bias,
+        q_norm=params.q_norm,
+        k_norm=params.k_norm,
+        cos=cos,
+        sin=sin,
+        epsilon=norm.epsilon,
+        adds_one=norm.adds_one,
+        is_interleaved=config.rope is not None and config.rope.is_interleaved,
+    )
+    end = (config.num_heads + 2 * config.num_held_heads) // products.shape[1]
+    gate = products[:, :, end:].reshape(products.shape[0], -1, config.head_dim)
+    gate = gate if params.gate_bias is None else gate + params.gate_bias[None]
+    q, pages = append_products(products[:, :, :end], pages, inputs.call(**_scoring(config)), heads)
+    return q, pages, iter([gate])
 
 
 def project_qkv(

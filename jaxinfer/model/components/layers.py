@@ -42,7 +42,7 @@ def linear(
     input_units: int = 0,
 ) -> jax.Array:
     """Returns x wᵀ + bias [T, out...] in x's dtype; x, w, `tokens` and `input_units` are as in `product`."""
-    y = _rounded_product(x, w, tokens, input_units).astype(x.dtype)
+    y = product_in_dtype(x, w, tokens, input_units).astype(x.dtype)
     return y if bias is None else y + bias[None]
 
 
@@ -61,7 +61,7 @@ def linears(
             yield linear(x, w, bias, tokens)
         return
     are_adapted = any(w is not None for w in weights)
-    y = product(x, joined, tokens) if are_adapted else _rounded_product(x, joined, tokens)
+    y = product(x, joined, tokens) if are_adapted else product_in_dtype(x, joined, tokens)
     end = 0
     for size, w, bias in zip(sizes.values(), weights, biases, strict=True):
         first, end = end, end + size // joined.shape[0]
@@ -82,8 +82,8 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
     return _PRODUCTS.get(type(w), _product_of_array)(x, w, tokens, input_units)
 
 
-def _rounded_product(x: jax.Array, w: Weights, tokens: StepTokens | None, input_units: int = 0) -> jax.Array:
-    """Returns `product` as it is next rounded to x's dtype: a GPU writes it so, if no devices add their parts of it.
+def product_in_dtype(x: jax.Array, w: Weights, tokens: StepTokens | None, input_units: int = 0) -> jax.Array:
+    """Returns `product` rounded to x's dtype or still to be: a GPU writes it so, if no devices add their parts of it.
 
     The compiler of a TPU joins the rounding to the product by itself.
     """

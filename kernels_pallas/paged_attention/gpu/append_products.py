@@ -1,0 +1,115 @@
+"""Norms and rotates the products of queries, keys and values, and appends the latter two, in one launch of a GPU.
+
+XLA takes five for it, in which it reads the products three times and writes keys and values twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import triton
+from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions
+from kernels_pallas.paged_attention.gpu.append import APPEND_TILE, WIDE
+from kernels_pallas.paged_attention.gpu.chunks import arrays_of, find_chunk, find_pages, for_kernels, num_chunks
+from kernels_pallas.paged_attention.layout import Pages
+
+
+def append_products(
+    products: jax.Array, pages: Pages, call: AttentionCall, heads: HeadOptions, *, interpret: bool = False
+) -> tuple[jax.Array, Pages]:
+    """The contract is that of `paged_attention.append_products`, for the heads of one device, products [T, S, H]."""
+    call, (T, S, H), B, q_len = for_kernels(call), products.shape, call.kv_lens.shape[0], call.q_len
+    block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
+    K = pages.num_kv_heads
+    arrays = {**arrays_of(call), "products": products, **heads.arrays()}
+    kernel = functools.partial(
+        _kernel, names=(*arrays, "k_pages", "v_pages", "queries"), block_q=block_q, q_len=q_len, heads=heads
+    )
+    *pools, queries = triton.launch(
+        kernel,
+        *arrays.values(),
+        *pages.arrays,
+        grid=(num_chunks(T, B, block_q, q_len), S),
+        out=[
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pages.arrays),
+            jax.ShapeDtypeStruct((T, S - 2 * K, H), products.dtype),
+        ],
+        aliases={len(arrays): 0, len(arrays) + 1: 1},
+        num_warps=1 if block_q < APPEND_TILE else 4 if H <= WIDE else 8,
+        num_stages=1,
+        name="append_products",
+        interpret=interpret,
+    )
+    return queries, dataclasses.replace(pages, arrays=tuple(pools))
+
+
+def _kernel(*refs: Any, names: tuple[str, ...], block_q: int, q_len: int | None, heads: HeadOptions) -> None:
+    """One program: tile `program_id(0)` of tokens, head `program_id(1)` of the products."""
+    # The pools come as inputs and as outputs, which are one and the same.
+    arrays = SimpleNamespace(**dict(zip(names, (*refs[: len(names) - 3], *refs[-3:]), strict=True)))
+    head, (T, num_heads, H), dtype = pl.program_id(1), arrays.products.shape, arrays.products.dtype
+    _, S, K, _ = arrays.k_pages.shape
+    N = num_heads - 2 * K
+    chunk = find_chunk(arrays, T, block_q, q_len)
+    places = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
+    is_token, positions, tokens = places < chunk.num_queries, chunk.context + places, chunk.first_token + places
+    # Whether the head is of this kind, and its index among those.
+    is_q, is_k, is_v = head < N, (head >= N) & (head < N + K), head >= N + K
+    kinds = {"q": (is_q, head), "k": (is_k, head - N), "v": (is_v, head - N - K)}
+    columns = jnp.arange(pl.next_power_of_2(H), dtype=jnp.int32)
+
+    def of_head(columns: jax.Array, field: str, mask: jax.Array) -> Any:
+        """Returns the numbers of this head in that of three arrays [heads, H] or [H] that is of its kind, in f32."""
+        total = jnp.zeros(columns.shape, jnp.float32)
+        for kind, (is_own, index) in kinds.items():
+            ref = getattr(arrays, f"{kind}_{field}", None)
+            if ref is not None:
+                at = (columns,) if len(ref.shape) == 1 else (jnp.clip(index, 0, ref.shape[0] - 1), columns)
+                total += triton.load(ref, at, mask & is_own).astype(jnp.float32)
+        return total
+
+    def numbers(columns: jax.Array) -> jax.Array:
+        """Returns the products [block_q, H] with the bias, in float32 as rounded to their dtype."""
+        is_there = (columns >= 0) & (columns < H)
+        x = triton.load(arrays.products, (tokens[:, None], head, columns[None]), is_token[:, None] & is_there[None])
+        return (x.astype(jnp.float32) + of_head(columns, "bias", is_there)[None]).astype(dtype).astype(jnp.float32)
+
+    def normed(x: jax.Array, columns: jax.Array) -> jax.Array:
+        weight = of_head(columns, "norm", (columns >= 0) & (columns < H))
+        if heads.adds_one:
+            return (x * scale * (1.0 + weight)[None]).astype(dtype).astype(jnp.float32)
+        return ((x * scale).astype(dtype).astype(jnp.float32) * weight[None]).astype(dtype).astype(jnp.float32)
+
+    raw = numbers(columns)
+    x = raw
+    if heads.q_norm is not None:
+        scale = jax.lax.rsqrt(jnp.sum(raw * raw, axis=1, keepdims=True) / H + heads.epsilon)
+        x = normed(raw, columns)
+    if heads.cos is not None:
+        R = 2 * arrays.cos.shape[-1]
+        if heads.is_interleaved:
+            partners, pairs, is_first = columns ^ 1, columns // 2, columns % 2 == 0
+        else:
+            is_first = columns < R // 2
+            pairs = jnp.where(is_first, columns, columns - R // 2)
+            partners = jnp.where(is_first, columns + R // 2, columns - R // 2)
+        partner = numbers(partners)
+        partner = partner if heads.q_norm is None else normed(partner, partners)
+        turned = columns < R
+        mask = is_token[:, None] & turned[None]
+        cos, sin = (triton.load(ref, (tokens[:, None], 0, pairs[None]), mask) for ref in (arrays.cos, arrays.sin))
+        x = jnp.where(turned[None], x * cos + jnp.where(is_first[None], -partner, partner) * sin, x)
+    is_real = is_token & (positions >= 0)  # a padding row with tokens has a context below 0
+    page_ids, slots = find_pages(arrays, chunk.row, positions, S, is_real), positions & (S - 1)
+    own, real = is_token[:, None] & (columns < H)[None], is_real[:, None] & (columns < H)[None]
+    of_k, of_v = (jnp.clip(kinds[kind][1], 0, K - 1) for kind in "kv")
+    triton.store(arrays.queries, (tokens[:, None], jnp.minimum(head, N - 1), columns[None]), x, own & is_q)
+    for pool, values, of_pool, is_own in ((arrays.k_pages, x, of_k, is_k), (arrays.v_pages, raw, of_v, is_v)):
+        triton.store(pool, (page_ids[:, None], slots[:, None], of_pool, columns[None]), values, real & is_own)
