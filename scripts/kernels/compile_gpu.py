@@ -29,7 +29,7 @@ from scripts.kernels.named_calls import by_name
 DEVICES = ("A100", "L4", "H100", "H200")
 # Several devices are written with their number; they compile steps alone. A T4 has no kernels, and cases of its own.
 MESHES = (*DEVICES, "H200-8", "T4")
-KERNELS = ("paged_attention", "append_kv", "combine_parts", "hopper_prefill")
+KERNELS = ("paged_attention", "append_products", "append_kv", "combine_parts", "hopper_prefill")
 DECODE_ROWS = 64
 
 
@@ -78,6 +78,32 @@ def attention(
     attend = functools.partial(by_name(paged_attention_gpu), scale=head_dim**-0.5, q_len=q_len, **options)
     arguments = on_mesh({"q": q, "k": k, "v": k, "pages": pages, **arrays}, mesh)
     return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
+
+
+def products_of_heads(mesh: Any, *, q_len: int | None, num_tokens: int, num_rows: int, dtype: str = "bfloat16") -> Case:
+    """The norms, rotation and append of a layer's products, of 32 heads over 8, before the attention of a step."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.paged_attention import AttentionCall, HeadOptions, abstract_pages, append_products
+
+    shape = jax.ShapeDtypeStruct
+    angles = dict.fromkeys(("cos", "sin"), shape((num_tokens, 1, 64), jnp.float32))
+    norms = dict.fromkeys(("q_norm", "k_norm"), shape((128,), dtype))
+    rows = {"block_tables": (num_rows, 512), "kv_lens": (num_rows,), "cu_q_lens": (num_rows + 1,), "page_offset": ()}
+    arguments = {
+        "products": shape((num_tokens, 1, 32 + 2 * 8, 128), dtype),
+        "pages": abstract_pages(4096, 16, 8, 128, dtype, "gpu"),
+        "call": {name: shape(sizes, jnp.int32) for name, sizes in rows.items()},
+        "heads": {**angles, **norms},
+    }
+
+    def append(products: Any, pages: Any, call: Any, heads: Any) -> Any:
+        record = AttentionCall(**call, q_len=q_len, scale=1.0)
+        return append_products(products, pages, record, HeadOptions(**heads, epsilon=1e-6))
+
+    arguments = on_mesh(arguments, mesh)
+    return Case(jax.jit(append, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
 
 
 def latents(
@@ -207,6 +233,10 @@ WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
 
 CASES: dict[str, Callable[[Any], Case]] = {
     **{f"decode H={H}": functools.partial(decode, head_dim=H) for H in (64, 80, 96, 128, 256)},
+    "decode append products": functools.partial(
+        products_of_heads, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS
+    ),
+    "prefill append products": functools.partial(products_of_heads, q_len=None, num_tokens=4096, num_rows=16),
     "decode 2,048": functools.partial(decode, max_context=2048, page_size=128),
     "decode float16": functools.partial(decode, dtype="float16"),
     "decode int8 KV": functools.partial(decode, page_dtype="int8", page_size=64),

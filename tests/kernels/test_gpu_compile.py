@@ -23,7 +23,15 @@ pytestmark = [
 
 # What an L4 takes is what an A100 takes, but for 8-bit floating point.
 ON_L4 = (
-    *("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16"),
+    *(
+        "decode append",
+        "prefill append",
+        "decode H=128",
+        "prefill H=128",
+        "decode fp8",
+        "prefill fp8",
+        "product int4 x 16",
+    ),
     *("experts decode", "experts int4 decode", "experts int4 prefill", "experts long prefill"),
 )
 ALL = ("decode", "verify", "prefill", "product", "latents", "experts")
