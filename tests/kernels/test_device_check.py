@@ -15,6 +15,7 @@ import pytest
 
 from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.latent_attention import api as latent_api
+from kernels_pallas.paged_attention import api
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
 from scripts.kernels import device_check
 from scripts.kernels.on_device import checks, engine, lines, torch_peers
@@ -296,6 +297,23 @@ def test_results_of_other_kernels_that_are_wrong_are_told(table, error_of, monke
     monkeypatch.setitem(table, "reference", wrong)
 
     assert error_of("reference") > checks.TOLERANCE
+
+
+@pytest.mark.parametrize("name", checks.APPEND_CHECKS)
+def test_the_launch_that_appends_products_is_right_and_a_wrong_one_is_told(name, monkeypatch):
+    check, num_rotated = checks.APPEND_CHECKS[name]
+    right = api.append_products_gpu
+
+    def moved(*args, **kwargs):
+        q, pages = right(*args, **kwargs)
+        return q + jnp.asarray(0.1, q.dtype), pages
+
+    def error_of():
+        return checks.error_of_append(checks.tiny(check), num_rotated, "gpu_interpret")
+
+    assert error_of() < checks.TOLERANCE
+    monkeypatch.setattr(api, "append_products_gpu", moved)
+    assert error_of() > checks.TOLERANCE
 
 
 def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why():

@@ -13,7 +13,7 @@ import numpy as np
 
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.latent_attention import latent_attention
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention import AttentionCall, HeadOptions, append_products, paged_attention
 from kernels_pallas.quantized_matmul import pack_int4, quantized_matmul
 from scripts.kernels.named_calls import by_name
 from scripts.kernels.on_device.device import Record, kernel_of_platform, layout_of, product_kernel
@@ -111,6 +111,11 @@ LATENT_CHECKS = {
     ),
     "latents, mixed, 128 heads": Check([(1, 65), (0, 0), (33, 33), (5, 80)], sizes={"num_heads": 128}),
 }
+# Of the launch that norms, rotates and appends on a GPU: the first numbers of each head that are rotated.
+APPEND_CHECKS = {
+    "append products, decode": (Check(LONG, 1), 64),
+    "append products, mixed, a part of each head": (Check(LONG_CHUNKS, sizes=PADDED | {"head_dim": 128}), 32),
+}
 # Rows of each expert, for each of the kernel's block sizes; the last rows belong to no expert.
 ROWS_OF_EXPERTS = {"few rows": (3, 0, 18, 1), "some rows": (0, 150, 70, 1), "many rows": (700, 0, 31, 400)}
 WEIGHTS_OF_EXPERTS: dict[str, Record] = {
@@ -133,7 +138,9 @@ def all_checks(kernel: str | None = None, *, is_tiny: bool = False) -> dict[str,
         checks = {name: tiny(CHECKS[name]) for name in (*TINY_KINDS, *TINY_GROUPS)}
         latents = {name: tiny(check) for name, check in [*LATENT_CHECKS.items()][:1]}
         experts, rows_of_products = {"few rows": ROWS_OF_EXPERTS["few rows"]}, ROWS_OF_PRODUCTS[:1]
+    appends = APPEND_CHECKS if kernel in ("gpu", "gpu_interpret") else {}
     return {
+        **{name: functools.partial(error_of_append, *case, kernel) for name, case in appends.items()},
         **{name: functools.partial(error_of, check, kernel) for name, check in checks.items()},
         **{name: functools.partial(error_of_latents, check, kernel) for name, check in latents.items()},
         **{
@@ -198,6 +205,48 @@ def error_of(check: Check, kernel: str) -> float:
     expected = expected_output(call, 0.125, trees=trees, **check.options)
     check_pages(call, call.arguments["pages"], pages)
     return largest_error(out[: call.num_tokens], expected)
+
+
+def error_of_append(check: Check, num_rotated: int, kernel: str) -> float:
+    """Returns how far off queries, keys and values are at most that a GPU makes of products and appends.
+
+    Raises AssertionError if it changes pages of others.
+    """
+    sizes = {**HEADS, "layout": layout_of(kernel), "dtype": jnp.bfloat16, "page_size": 32, **check.sizes}
+    call, rng = (
+        make_call(check.lens, table_width=table_width(check, sizes["page_size"]), **sizes),
+        np.random.default_rng(0),
+    )
+    given, H = call.arguments, sizes["head_dim"]
+    products = jnp.concatenate([given["q"], given["k"], given["v"]], axis=1)
+    angles = rng.uniform(0, 2 * np.pi, (len(products), num_rotated // 2)).astype(np.float32)
+    norms = {name: jnp.asarray(rng.uniform(0.25, 1, H), jnp.bfloat16) for name in ("q_norm", "k_norm")}
+    turns = {"cos": jnp.asarray(np.cos(angles)[:, None]), "sin": jnp.asarray(np.sin(angles)[:, None])}
+    rows = {name: given[name] for name in ("block_tables", "kv_lens", "cu_q_lens")}
+    record = AttentionCall(**rows, q_len=check.q_len, implementation=kernel, scale=1.0)
+    heads = HeadOptions(**norms, **turns, epsilon=1e-6)
+
+    q, pages = jax.jit(functools.partial(append_products))(products[:, None], given["pages"], record, heads)
+
+    def expected(raw: jax.Array, norm: jax.Array) -> np.ndarray:
+        x, weight, R = np.asarray(raw, np.float64), np.asarray(norm, np.float64), num_rotated
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+        numbers = x[..., : R // 2] + 1j * x[..., R // 2 : R]
+        turned = numbers * np.exp(1j * angles.astype(np.float64))[:, None]
+        return np.concatenate([turned.real, turned.imag, x[..., R:]], -1)
+
+    counts = [min(q_len, kv_len) for q_len, kv_len in check.lens]
+    starts = np.asarray(given["cu_q_lens"])[:-1]
+    tokens = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+    slots = np.concatenate([own[len(own) - count :] for own, count in zip(call.slots, counts, strict=True)])
+    k, v = (np.asarray(pool, np.float64).reshape(-1, *pool.shape[2:])[slots] for pool in pages.arrays)
+    np.testing.assert_array_equal(v, np.asarray(given["v"], np.float64)[tokens])
+    others = np.setdiff1d(np.arange(np.prod(pages.arrays[0].shape[:2])), slots)
+    for old, new in zip(given["pages"].arrays, pages.arrays, strict=True):
+        old, new = (np.asarray(pool, np.float32).reshape(-1, *pool.shape[2:])[others] for pool in (old, new))
+        np.testing.assert_array_equal(new, old)
+    wrong_q = largest_error(q[tokens], expected(given["q"], norms["q_norm"])[tokens])
+    return max(wrong_q, largest_error(k, expected(given["k"], norms["k_norm"])[tokens]))
 
 
 def error_of_latents(check: Check, kernel: str) -> float:
