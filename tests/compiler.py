@@ -56,3 +56,11 @@ def products_joined() -> Iterator[None]:
         for module in (checkpoint, warm_up):
             patch.setattr(module, "joins_products", lambda: True)
         yield
+
+
+@contextlib.contextmanager
+def integers_as_on_tpu() -> Iterator[None]:
+    """Packed weights that are loaded meanwhile lie as on TPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "packs_integers", lambda: False)
+        yield

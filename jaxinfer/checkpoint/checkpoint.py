@@ -20,7 +20,7 @@ from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
 from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cache_scales
 from jaxinfer.checkpoint.formats.elsewhere import READ, settings_beside, unread_format
-from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, settings_of_gguf
+from jaxinfer.checkpoint.formats.gguf import describe_changed, gguf_tensors, settings_of_gguf
 from jaxinfer.checkpoint.huggingface import DOWNLOADED, gguf_files, read_headers, read_json, resolve_checkpoint
 from jaxinfer.checkpoint.making.assemblies import assemblies_of, grid_of, is_assembly, plan_assembly
 from jaxinfer.checkpoint.making.misfits import (
@@ -31,9 +31,9 @@ from jaxinfer.checkpoint.making.misfits import (
     unread_keys_and_values,
     with_prefix,
 )
-from jaxinfer.checkpoint.making.reading import abstract, assemble
+from jaxinfer.checkpoint.making.reading import REPACKED_BYTES, abstract, assemble
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import Stored
+from jaxinfer.checkpoint.stored import Blocks, Stored
 from jaxinfer.config import require_quantization
 from jaxinfer.device import joins_products, packs_integers, scans_layers
 from jaxinfer.display.progress import Bar
@@ -264,10 +264,7 @@ class Checkpoint:
             towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
             logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
         if self.gguf is not None:
-            floats = [a for a in assemblies_of(plan) if grid_of(a, stored) is None]
-            names = (name for assembly in floats for name in assembly.names)
-            if line := describe_widened(self.gguf, names, jnp.dtype(dtype)):
-                logger.warning("%s: %s", path, line)
+            self._say_what_blocks_become(plan, stored, jnp.dtype(dtype))
         if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=is_assembly):
             raise ValueError(
                 f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
@@ -278,6 +275,19 @@ class Checkpoint:
             return read_tensors(plan, stored, dtype, **options)
         except ValueError as error:
             raise _from_file(self.path, error) from None
+
+    def _say_what_blocks_become(self, plan: Params, stored: Mapping[str, Stored], dtype: Any) -> None:
+        """Logs a warning for the blocks of a GGUF that are not held as they are, if any."""
+        assert self.gguf is not None
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for assembly in assemblies_of(plan):
+            grid = grid_of(assembly, stored)
+            if grid is None or (isinstance(grid, Blocks) and not packs_integers()):
+                names[grid is not None] += assembly.names
+        repacked = "integers of 8 bits, for no kernel of a TPU reads such blocks"
+        for is_packed, becomes, size in ((False, dtype.name, dtype.itemsize), (True, repacked, REPACKED_BYTES)):
+            if line := describe_changed(self.gguf, names[is_packed], becomes, size):
+                logger.warning("%s: %s", self.path, line)
 
     def abstract(
         self, dtype: str, *, quantization: str | None = None, mesh: Mesh | None = None

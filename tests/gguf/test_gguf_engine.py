@@ -13,11 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, read_config, resolve_checkpoint
+from jaxinfer.checkpoint import (
+    Checkpoint,
+    abstract_checkpoint,
+    checkpoint,
+    load_checkpoint,
+    read_config,
+    resolve_checkpoint,
+)
 from jaxinfer.checkpoint.draft_layers import is_eagle3
 from jaxinfer.checkpoint.quantized_copy import write_quantized
 from jaxinfer.config import SamplingParams
 from jaxinfer.parallel.placement import Placement
+from jaxinfer.quantization import PACKED, PackedBlocks
 from jaxinfer.quantization.quantized_array import QuantizedArray
 from tests.engine.engines import (
     content_of,
@@ -106,6 +114,33 @@ def test_blocks_lie_on_a_chosen_device_and_are_split_over_none(files):
     two: Any = jax.sharding.AbstractMesh((2, 1), ("experts", "model"))
     with pytest.raises(ValueError, match="blocks of a GGUF are not split over devices yet.*embedding has blocks of"):
         Placement(two).params(config, abstract)
+
+
+def test_a_tpu_has_integers_in_place_of_blocks(files, monkeypatch, caplog):
+    blocks, config = load_checkpoint(files[0], "float32")
+    monkeypatch.setattr(checkpoint, "packs_integers", lambda: False)
+    with caplog.at_level(logging.WARNING, logger="jaxinfer"):
+        params, _ = load_checkpoint(files[0], "float32")
+    abstract, _ = abstract_checkpoint(files[0], "float32")
+
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+    is_packed: Any = lambda node: isinstance(node, PACKED)  # noqa: E731
+    pairs = zip(*(jax.tree.leaves(tree, is_leaf=is_packed) for tree in (params, blocks)), strict=True)
+    repacked = [(w, other) for w, other in pairs if isinstance(other, PackedBlocks)]
+    assert len(repacked) > 5
+    for w, other in repacked:
+        assert isinstance(w, QuantizedArray)
+        numbers, inputs = np.asarray(other.widened()), w.values.shape[-1]
+        groups = numbers.reshape(*numbers.shape[:-1], w.scales.shape[-1], -1)
+        assert groups.shape[-1] == (inputs if len(numbers) == config.vocab_size else math.gcd(inputs, 128))
+        # The nearest of 255 steps, of which the largest number of a group is the last.
+        found = np.asarray(w.values, np.float32).reshape(groups.shape) * np.asarray(w.scales)[..., None]
+        step = np.abs(groups).max(-1, keepdims=True) / 127
+        assert (np.abs(found - groups) <= step * 0.5001).all()
+    lines = [record.getMessage() for record in caplog.records if "become" in record.getMessage()]
+    assert any("become integers of 8 bits, for no kernel of a TPU reads such blocks" in line for line in lines)
+    two: Any = jax.sharding.AbstractMesh((2, 1), ("experts", "model"))
+    Placement(two).params(config, abstract)  # devices share them
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")

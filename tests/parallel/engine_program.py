@@ -51,7 +51,7 @@ from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
 from jaxinfer.steps.steps import StepOptions
 from kernels_pallas import row_products
-from tests.compiler import products_joined
+from tests.compiler import integers_as_on_tpu, products_joined
 from tests.engine.probe import runner_of, warm_up_of
 from tests.on_demand import clear_compiled, steps_on_demand
 
@@ -80,9 +80,10 @@ ADAPTER = tempfile.TemporaryDirectory()
 def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
     own = {name: options.pop(name) for name in ("speculation", "devices", "logits_processors") if name in options}
     join = products_joined() if options.pop("joined", 0) else contextlib.nullcontext()
+    pack = integers_as_on_tpu() if options.pop("as_on_tpu", 0) else contextlib.nullcontext()
     # Adaptive drafts depend on the clock.
     config = EngineConfig(parallelism=parallelism, adaptive_drafts=False, **{**SIZES, **options})
-    with join, steps_on_demand():
+    with join, pack, steps_on_demand():
         return LLM(checkpoint, config=config, **own)
 
 

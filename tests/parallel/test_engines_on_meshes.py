@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoint.packing import WRITERS
 from tests.engine.exactness.test_families import OVERRIDES
 from tests.exhaustive import exhaustive_but
+from tests.gguf.gguf_files import save_gguf
 from tests.on_devices import ROOT, run_on_devices
 from tests.oracles import save_random_checkpoint
 
@@ -115,6 +116,17 @@ def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):
     assert results["bits"] == results["alone"]
     assert results["held"] == [results["planned"]] * 2 + [0] * (NUM_DEVICES - 2)
     assert results["planned"] < results["whole"]
+
+
+def test_tpus_share_the_integers_in_place_of_the_blocks_of_a_gguf(tmp_path):
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4}
+    path, _ = save_gguf(tmp_path, "llama", "Q4_K", **sizes, num_key_value_heads=2, num_hidden_layers=1, vocab_size=96)
+
+    results = run_program(NUM_DEVICES, "same engine", str(path), "2", "1", "as_on_tpu=1")
+
+    assert results["tokens"] == results["one"]
+    assert results["bits"] == results["alone"]
+    assert results["held"] == [results["planned"]] * 2 + [0] * (NUM_DEVICES - 2)
 
 
 def test_drafts_of_devices_change_no_bit_on_a_mesh(tmp_path):

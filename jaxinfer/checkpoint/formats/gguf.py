@@ -89,16 +89,19 @@ def _packed(place: str, tensor: NamedTensor) -> StoredQuantized:
     )
 
 
-def describe_widened(file: GGUFFile, names: Iterable[str], dtype: np.dtype) -> str | None:
-    """Returns a sentence on the blocks among tensors that load as `dtype`, and on their memory; None without any."""
+def describe_changed(file: GGUFFile, names: Iterable[str], becomes: str, bytes_per_weight: float) -> str | None:
+    """Returns a sentence on the blocks among tensors that become something else, and on their memory; None without any.
+
+    `becomes` names what they become, which takes `bytes_per_weight`.
+    """
     named = tensors_of(file)
     widened = [tensor for tensor in map(named.__getitem__, names) if not tensor.stored.type.is_float]
     if not widened:
         return None
     kinds = ", ".join(sorted({tensor.stored.type.name for tensor in widened}))
-    loaded = sum(math.prod(tensor.shape) for tensor in widened) * dtype.itemsize
+    loaded = round(sum(math.prod(tensor.shape) for tensor in widened) * bytes_per_weight)
     stored = sum(tensor.stored.num_bytes for tensor in widened)
-    return f"weights of type {kinds} become {dtype}: {_size(loaded)} in place of {_size(stored)}"
+    return f"weights of type {kinds} become {becomes}: {_size(loaded)} in place of {_size(stored)}"
 
 
 def _size(num_bytes: int) -> str:

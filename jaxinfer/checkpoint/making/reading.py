@@ -29,8 +29,13 @@ from jaxinfer.device import put_everywhere
 from jaxinfer.model.quantized_params import quantize_weight, quantized_sharding
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PackedBlocks, QuantizedArray
 from jaxinfer.quantization.planes import fit_planes, pack_planes
+from jaxinfer.quantization.quantized_array import quantize
 
 ALIGNMENT = 64
+# Inputs that share a scale where a TPU has integers in place of blocks. Scales of groups of 32, as blocks have them,
+# would take a kernel five times as long as reading the weights (compiled for a v6e).
+REPACKED_GROUP_SIZE = 128
+REPACKED_BYTES = 1 + 4 / REPACKED_GROUP_SIZE  # of a weight
 Part = tuple[range, ...]  # of an array, on each of its axes
 # The types of numbers that lie neither in planes nor in pairs, where they are not those of a grid's code.
 WHOLE_CODES = {FP4: "int8", "int2": "int4", "int3": "int4", "int5": "int8", "int6": "int8", "int7": "int8"}
@@ -58,7 +63,8 @@ def assemble(
     Without a sharding it goes, uncommitted, to the default device. With one, each device's slice is read by itself;
     packed integers are read whole, and each device gets its slice. If the tensor is not `is_packable`, it becomes
     `dtype`. `quantization` ("int8", "int4") is that of `quantize_weight`, by which the host rounds numbers as it reads
-    them. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
+    them. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`), and integers in place of
+    the blocks of a GGUF, see `_repacked`.
     """
     if (grid := grid_of(assembly, stored)) is None:
         if quantization is None or not assembly.spec.num_inputs:
@@ -68,6 +74,8 @@ def assemble(
         return _assemble_rounded(assembly, stored, dtype, sharding, rounded)
     assembly = assembly.packed
     packed: list[Any] = [stored[name] for name in assembly.names]
+    if isinstance(grid, Blocks) and not packs_integers:
+        return _assemble_rounded(assembly, stored, np.dtype(np.float32), sharding, _repacked(assembly))
     if isinstance(grid, Blocks):
         if sharding is not None and sharding.mesh.size > 1:
             raise ValueError(f"{BLOCKS_ARE_WHOLE} (type {grid.type})")
@@ -124,6 +132,17 @@ def assemble(
     return jax.block_until_ready(array)
 
 
+def _repacked(assembly: Assembly) -> Callable[[Any], QuantizedArray]:
+    """Returns the function that makes integers of 8 bits of weights in blocks, for a TPU, whose kernels read those.
+
+    Groups have REPACKED_GROUP_SIZE inputs if it divides them. A vocabulary has a scale per token, as in
+    `quantize_weight`.
+    """
+    inputs = assembly.shape[-1]
+    size = inputs if assembly.spec.is_of_vocabulary else math.gcd(inputs, REPACKED_GROUP_SIZE)
+    return functools.partial(quantize, group_size=size)
+
+
 def _outputs_per_scale(assembly: Assembly, grid: Grid) -> int:
     """Returns how many neighbours on our last axis of outputs have the same scales."""
     count = math.gcd(assembly.shape[-2], grid.block_outputs)
@@ -165,6 +184,8 @@ def abstract(
         return jax.ShapeDtypeStruct(assembly.shape, dtype)
     assembly = assembly.packed
     *outputs, inputs = assembly.shape
+    if isinstance(grid, Blocks) and not packs_integers:
+        return jax.eval_shape(_repacked(assembly), jax.ShapeDtypeStruct(assembly.shape, np.float32))
     if isinstance(grid, Blocks):
         return PackedBlocks(jax.ShapeDtypeStruct((*outputs, grid.row_bytes), np.uint8), grid.type)
     is_packed, bits = grid.code in ("int4", FP4) and packs_integers, grid.bits_in_planes if packs_integers else None
