@@ -109,7 +109,7 @@ def test_a_decode_step_of_attention_combines_parts_in_a_third_launch():
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_decode_kernel_reads_blocks_while_it_computes_with_others(device):
     for name, figures in compiled(device).items():
-        if "decode" not in name or "experts" in name:
+        if "decode" not in name or "experts" in name or "append" in name:
             continue
         kernels = {kernel["name"]: kernel["loads_ahead"] for kernel in figures["kernels"]}
         assert kernels["paged_attention"] > 0, name
@@ -180,8 +180,8 @@ def test_few_rows_are_multiplied_in_the_tile_of_our_table_and_many_by_cublaslt_a
 def test_the_host_waits_for_no_condition_and_no_loop_of_a_default_decode_step(num_rows):
     figures = compiled_beginning_with("bucket")
 
-    loops = [("plain loop", [LOOP_STEPS], 510), ("filtered loop", [LOOP_STEPS], 580)]  # a turn counts once
-    for name, turns, most_launches in [("decode", [], 500), *(loops if num_rows > 1 else [])]:
+    loops = [("plain loop", [LOOP_STEPS], 365), ("filtered loop", [LOOP_STEPS], 435)]  # a turn counts once
+    for name, turns, most_launches in [("decode", [], 360), *(loops if num_rows > 1 else [])]:
         step = figures[f"bucket {name} {num_rows}"]
         assert "error" not in step, step["error"]
         assert step["in_place"]
