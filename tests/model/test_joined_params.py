@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -118,13 +119,13 @@ def test_packed_weights_are_joined_as_they_lie(name):
     np.testing.assert_allclose(compute(joined), compute(packed), rtol=1e-5, atol=1e-5)
 
 
-def mlp_of(**weights: Any) -> Params:
+def mlp_of(**weights: Any) -> tuple[Params, ModelConfig]:
     """Parameters of one layer whose network has these weights, and nothing else."""
     config = uniform_decoder(**{**SIZES, "num_layers": 1})
     params = abstract_params(config, "float32")
-    (layer,) = params.layers
-    network = MLPParams(down=layer.feed_forward.down, **weights)
-    return params.replace(layers=(layer.replace(feed_forward=network),)), config
+    (layer,), (network,) = params.layers, nodes(params, MLPParams)
+    layer = replace(layer, feed_forward=MLPParams(down=network.down, **weights))
+    return replace(params, layers=(layer,)), config
 
 
 def shared_scales(rows: int, dtype: str = "float32") -> QuantizedArray:
@@ -165,9 +166,9 @@ def test_blocks_of_one_type_are_joined():
         (shared_scales(3), shared_scales(3, "bfloat16")),
         (shared_scales(3), jnp.ones((1, 48, 32))),
         (blocks("Q4_K"), blocks("Q6_K")),
-        (shared_scales(3).replace(multiplier=jnp.ones((1, 1, 2))),) * 2,
-        (shared_scales(3).replace(input_range=jnp.ones((1, 1, 3)), activations=Activations(False, True)),) * 2,
-        (shared_scales(3).replace(order=jnp.zeros((1, 32), jnp.int32)),) * 2,
+        (replace(shared_scales(3), multiplier=jnp.ones((1, 1, 2))),) * 2,
+        (replace(shared_scales(3), input_range=jnp.ones((1, 1, 3)), activations=Activations(False, True)),) * 2,
+        (replace(shared_scales(3), order=jnp.zeros((1, 32), jnp.int32)),) * 2,
     ],
     ids=["shares", "dtypes", "kinds", "blocks", "multiplier", "input range", "order"],
 )

@@ -119,7 +119,7 @@ def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):
 
 
 def test_tpus_share_the_integers_in_place_of_the_blocks_of_a_gguf(tmp_path):
-    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_attention_heads": 4}
     path, _ = save_gguf(tmp_path, "llama", "Q4_K", **sizes, num_key_value_heads=2, num_hidden_layers=1, vocab_size=96)
 
     results = run_program(NUM_DEVICES, "same engine", str(path), "2", "1", "as_on_tpu=1")

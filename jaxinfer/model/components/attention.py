@@ -208,10 +208,11 @@ def attend(
     """
     options, scales = _scoring(config), {}
     outputs: Iterator[jax.Array]
+    k: Any = None
+    v: Any = None
     products = _products_to_append(params, x, inputs, config)
     if products is not None and can_append_products(products, pages, inputs.call(**options)):
         q, pages, outputs = _append(params, products, pages, inputs, config=config, norm=norm)
-        k = v = None
     else:
         outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
         q, k, v = project_qkv(params, outputs, inputs, config=config, norm=norm)
