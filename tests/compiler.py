@@ -15,6 +15,7 @@ from importlib.metadata import version
 import pytest
 
 from jaxinfer.checkpoint import checkpoint
+from jaxinfer.checkpoint.making import assemblies
 from jaxinfer.engine.execution import warm_up
 
 # XLA ends a process for a flag that it does not know; the emitters are no option from 0.11 on.
@@ -62,5 +63,6 @@ def products_joined() -> Iterator[None]:
 def integers_as_on_tpu() -> Iterator[None]:
     """Packed weights that are loaded meanwhile lie as on TPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "packs_integers", lambda: False)
+        for module in (checkpoint, assemblies):
+            patch.setattr(module, "packs_integers", lambda: False)
         yield

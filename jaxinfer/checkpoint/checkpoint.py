@@ -326,7 +326,9 @@ class Checkpoint:
         plan, stored = self.plan(config.regrouped((1,) * config.num_layers))
 
         def grids(layer: Any) -> list[Any]:
-            return [grid_of(assembly, stored) for assembly in assemblies_of(layer)]
+            found = [grid_of(assembly, stored) for assembly in assemblies_of(layer)]
+            # A TPU has integers in place of blocks of any type.
+            return found if packs_integers() else [Blocks if isinstance(grid, Blocks) else grid for grid in found]
 
         known: dict[Layer, list[Any]] = {}
         anew = []

@@ -40,7 +40,8 @@ def save_params(path: str | Path, params: Params, config: ModelConfig) -> None:
     """
     import orbax.checkpoint
 
-    params = split_products(params, config)
+    # On the host, for devices may have no room for the parts beside the joined tensors.
+    params = split_products(params, config, on_host=jax.process_count() == 1)
     path = Path(path).resolve()
     if (path / PARAMS_FOLDER).exists() or (path / DESCRIPTION_FILE).exists():
         raise ValueError(f"{path} already holds a checkpoint; choose another path or remove that one")

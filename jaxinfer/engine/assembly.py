@@ -150,7 +150,7 @@ def _connect_parts(
         of_target = {"model": model_config, "param_bytes": num_bytes(target), "drafter": planned.device_drafter}
         question = replace(question, **of_target)
         model, limit = plan_target(target, question, custom), plan_limit(question, question.loaded_bytes)
-        params = [target]
+        params = [model.params]
         warm_ups = [WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)]
     tokenizer = Tokenizer.from_path(checkpoint.path)
     # The smallest pool: devices may have less free memory than others. On the host a page has each KV head once.

@@ -21,7 +21,7 @@ from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION, CompileCounter, wait_for_one
 from jaxinfer.engine.execution.engine_model import abstract
-from jaxinfer.engine.execution.params_update import require_alike
+from jaxinfer.engine.execution.params_update import fitting
 from jaxinfer.engine.execution.pipeline import Advance, Pipeline, advance
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
@@ -46,7 +46,7 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.text_checks import TextChecks
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.adapted_params import Adapter
-from jaxinfer.model.params import Params, fit_params
+from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor, checked_processors
 from jaxinfer.sampling_params import Form
 from jaxinfer.text.answers.answers import Answers
@@ -438,9 +438,7 @@ class Engine:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
         self.check()
         self._placement.require_one_process("update_params")
-        if isinstance(params, Params):
-            params = fit_params(params, self.model_config)
-        require_alike(params, self._runners[0].params, self.model_config)
+        params = fitting(params, self._runners[0].params, self.model_config)
         # Processes share a disk cache, and none of them has these parameters: the version must be unique.
         version = f", updated to {secrets.token_hex(16)}"
         self._admission = replace(self._admission, params_version=version)

@@ -9,28 +9,41 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxinfer.model.components.attention import Attention, projected_sizes
-from jaxinfer.model.components.dense_and_experts import DenseAndExperts
-from jaxinfer.model.components.mlp import MLP, hidden_sizes
+from jaxinfer.model.components.attention import Attention, AttentionParams, projected_sizes
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
+from jaxinfer.model.components.mlp import MLP, MLPParams, hidden_sizes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from kernels_pallas.mesh_axes import num_parts
 
-# By the type of a description: the field of its tensors that has the joined one, and a function of the description,
-# which returns the fields that it has, in their order, with the sizes of their first axes.
-_JOINED: Mapping[type, tuple[str, Callable[[Any], dict[str, int]]]] = {
-    Attention: ("qkv", projected_sizes),
-    MLP: ("up_gate", hidden_sizes),
+
+class _Joined(NamedTuple):
+    """How the tensors of a component are joined."""
+
+    tensors: type  # of the component
+    field: str  # of its tensors, which has the joined one
+    # description -> the fields that are joined, in their order, with the sizes of their first axes
+    sizes: Callable[[Any], dict[str, int]]
+
+
+# By the type of a component's description.
+_JOINED: Mapping[type, _Joined] = {
+    Attention: _Joined(AttentionParams, "qkv", projected_sizes),
+    MLP: _Joined(MLPParams, "up_gate", hidden_sizes),
 }
 # The axis of stacked weights [n, A, ..., in] that is joined.
 _AXIS = 1
+# Layer and place in it: of a component whose tensors may be joined.
+_Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -38,41 +51,40 @@ class Joint:
     """Arrays [n, A, ...] that become one, [n, P, sum of A / P, ...], in parts for P devices."""
 
     arrays: tuple[Any, ...]
-    num_parts: int
+    count: int  # P
 
     def shape(self) -> jax.ShapeDtypeStruct:
-        """Returns the joined array's shape, dtype and sharding."""
+        """Returns the joined array's shape, dtype and sharding, by those of its arrays."""
         first, sharding = self.arrays[0], None
         if (spec := _spec_of(first)) is not None:
             sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*spec[: _AXIS + 1], None, *spec[_AXIS + 1 :]))
-        size = sum(array.shape[_AXIS] for array in self.arrays) // self.num_parts
-        shape = (first.shape[0], self.num_parts, size, *first.shape[_AXIS + 1 :])
+        size = sum(array.shape[_AXIS] for array in self.arrays) // self.count
+        shape = (first.shape[0], self.count, size, *first.shape[_AXIS + 1 :])
         return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
 
     def on(self, sharding: Any) -> jax.Array:
-        """Returns the joined array with its sharding, for arrays on any devices."""
-        whole = sharding
+        """Returns the joined array with its sharding, for arrays on any devices or of NumPy."""
+        own = sharding
         if isinstance(sharding, NamedSharding):
             spec = tuple(sharding.spec)
-            whole = NamedSharding(sharding.mesh, PartitionSpec(*spec[: _AXIS + 1], *spec[_AXIS + 2 :]))
-        return _concatenation(self.num_parts, sharding)(*(jax.device_put(array, whole) for array in self.arrays))
+            own = NamedSharding(sharding.mesh, PartitionSpec(*spec[: _AXIS + 1], *spec[_AXIS + 2 :]))
+        return _concatenation(self.count, sharding)(*(jax.device_put(array, own) for array in self.arrays))
 
-    def joined(self) -> jax.Array:
-        """Returns the joined array on the devices of its arrays of jax, and frees these."""
-        sharding = self.shape().sharding or self.arrays[0].sharding
-        joined = _concatenation(self.num_parts, sharding)(*self.arrays)
+    def consumed(self) -> jax.Array:
+        """Returns the joined array on the devices of its arrays, and deletes these."""
+        joined = _concatenation(self.count, self.shape().sharding)(*self.arrays)
         for array in self.arrays:
             array.delete()
         return joined
 
 
 @functools.cache
-def _concatenation(num_parts: int, sharding: Any) -> Callable[..., jax.Array]:
+def _concatenation(count: int, sharding: Any) -> Callable[..., jax.Array]:
     def concatenate(*arrays: jax.Array) -> jax.Array:
-        parts = [a.reshape(a.shape[0], num_parts, -1, *a.shape[_AXIS + 1 :]) for a in arrays]
+        parts = [a.reshape(a.shape[0], count, -1, *a.shape[_AXIS + 1 :]) for a in arrays]
         return jnp.concatenate(parts, axis=_AXIS + 1)
 
-    return jax.jit(concatenate, out_shardings=sharding)
+    return jax.jit(concatenate) if sharding is None else jax.jit(concatenate, out_shardings=sharding)
 
 
 def _spec_of(array: Any) -> tuple[Any, ...] | None:
@@ -84,7 +96,7 @@ def _spec_of(array: Any) -> tuple[Any, ...] | None:
 
 
 def join_products(params: Params, config: ModelConfig) -> Params:
-    """Returns parameters with joined tensors in place of their parts, which are freed. They may be abstract.
+    """Returns parameters with joined tensors in place of their parts. They may be abstract; arrays are deleted.
 
     Weights that are packed in different ways, or whose inputs have an order or a range of their own, stay apart.
     """
@@ -92,51 +104,67 @@ def join_products(params: Params, config: ModelConfig) -> Params:
     def finish(leaf: Any) -> Any:
         if not isinstance(leaf, Joint):
             return leaf
-        return leaf.shape() if isinstance(leaf.arrays[0], jax.ShapeDtypeStruct) else leaf.joined()
+        return leaf.shape() if isinstance(leaf.arrays[0], jax.ShapeDtypeStruct) else leaf.consumed()
 
-    def join(node: Any, field: str, sizes: Mapping[str, int]) -> Any:
+    def join(node: Any, _: _Place, field: str, sizes: Mapping[str, int]) -> Any:
         # One after another, so that the devices have room for one more weight of a layer at most.
-        return jax.tree.map(finish, _with_joints(node, field, sizes, None), is_leaf=_is_joint)
+        return jax.tree.map(finish, _with_joints(node, field, sizes), is_leaf=_is_joint)
 
-    return _map_nodes(params, config, join)
+    return _map_components(params, config, join)
 
 
 def joints(params: Params, config: ModelConfig, like: Params) -> Params:
-    """Returns parameters with a `Joint` in the place of each array that is joined in those of `like`."""
-    wanted = iter(_nodes(like, config))
+    """Returns parameters with a `Joint` in the place of each array that is joined in `like`."""
+    others = _components(like, config)
 
-    def join(node: Any, field: str, sizes: Mapping[str, int]) -> Any:
-        other = getattr(next(wanted), field)
-        return node if other is None else _with_joints(node, field, sizes, other.shape[_AXIS])
+    def join(node: Any, place: _Place, field: str, sizes: Mapping[str, int]) -> Any:
+        other = getattr(others[place], field)
+        return node if other is None else _with_joints(node, field, sizes, count=other.shape[_AXIS])
 
-    return _map_nodes(params, config, join)
+    return _map_components(params, config, join)
 
 
-def split_products(params: Params, config: ModelConfig, like: Params | None = None) -> Params:
+def have_same_joints(params: Params, others: Params, config: ModelConfig) -> bool:
+    """Returns whether the tensors that are joined in `params` are so in `others` too, with the same shapes."""
+    own, theirs = _components(params, config), _components(others, config)
+
+    def shapes(node: Any) -> Any:
+        return [(keystr(path), leaf.shape) for path, leaf in tree_leaves_with_path(_joined_of(node))]
+
+    return all(_joined_of(node) is None or shapes(node) == shapes(theirs.get(place)) for place, node in own.items())
+
+
+def _joined_of(node: Any) -> Any:
+    return next((getattr(node, own.field) for own in _JOINED.values() if isinstance(node, own.tensors)), None)
+
+
+def split_products(params: Params, config: ModelConfig, *, like: Params | None = None, on_host: bool = False) -> Params:
     """Returns parameters with the parts of joined tensors in their place, as `declare` has them. They may be abstract.
 
-    With `like`, tensors that are joined there stay as they are.
+    KV heads may have the copies of `config`, or none. With `like`, tensors that are joined there stay as they are. With
+    `on_host` the parts of arrays are arrays of NumPy.
     """
-    kept = None if like is None else iter(_nodes(like, config))
+    others = {} if like is None else _components(like, config)
 
-    def split(node: Any, field: str, sizes: Mapping[str, int]) -> Any:
-        other, joined = None if kept is None else next(kept), getattr(node, field)
+    def split(node: Any, place: _Place, field: str, sizes: Mapping[str, int]) -> Any:
+        joined, other = getattr(node, field), others.get(place)
         if joined is None or (other is not None and getattr(other, field) is not None):
             return node
-        num_parts, total = joined.shape[_AXIS], sum(sizes.values())
+        if on_host:
+            joined = jax.tree.map(np.asarray, joined)
+        count, num_outputs = joined.shape[_AXIS], joined.shape[_AXIS + 1]
         parts, end = {}, 0
         for name, size in sizes.items():
-            first, end = end, end + size // num_parts
+            first, end = end, end + size // count
 
             def own(a: Any, first: int = first, end: int = end) -> Any:
-                # Outputs that share scales have fewer of them.
-                share = total // num_parts // a.shape[_AXIS + 1]
+                share = num_outputs // a.shape[_AXIS + 1]  # outputs that share scales have fewer of them
                 return _taken(a, first // share, end // share)
 
             parts[name] = jax.tree.map(own, joined)
         return replace(node, **{field: None}, **parts)
 
-    return _map_nodes(params, config, split)
+    return _map_components(params, config, split)
 
 
 def _taken(array: Any, first: int, end: int) -> Any:
@@ -144,47 +172,53 @@ def _taken(array: Any, first: int, end: int) -> Any:
         own = a[:, :, first:end]
         return own.reshape(a.shape[0], -1, *a.shape[_AXIS + 2 :])
 
-    spec, shape = _spec_of(array), jax.eval_shape(take, array)
-    sharding = None
+    if isinstance(array, np.ndarray):
+        return take(array)
+    spec, sharding = _spec_of(array), None
     if spec is not None:
         sharding = NamedSharding(array.sharding.mesh, PartitionSpec(*spec[: _AXIS + 1], *spec[_AXIS + 2 :]))
     if isinstance(array, jax.ShapeDtypeStruct):
+        shape = jax.eval_shape(take, array)
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-    return jax.jit(take, out_shardings=sharding)(array)
+    return jax.jit(take)(array) if sharding is None else jax.jit(take, out_shardings=sharding)(array)
 
 
-def _with_joints(node: Any, field: str, sizes: Mapping[str, int], num_parts: int | None) -> Any:
-    """Returns the tensors of a component with a `Joint` for each array of `field`, if its weights go together."""
+def _with_joints(node: Any, field: str, sizes: Mapping[str, int], count: int | None = None) -> Any:
+    """Returns the tensors of a component with a `Joint` for each array of `field`, if its weights go together.
+
+    `count` is that of the joints; None for that of the devices that share the weights.
+    """
     weights = [getattr(node, name) for name in sizes]
     if len(weights) < 2 or any(w is None for w in weights) or getattr(node, field) is not None:
         return node
-    joint = _joint(weights, num_parts)
+    joint = _joint_weights(weights, count)
     return node if joint is None else replace(node, **{field: joint}, **dict.fromkeys(sizes))
 
 
-def _joint(weights: Sequence[Any], num_parts: int | None) -> Any:
+def _joint_weights(weights: Sequence[Any], count: int | None) -> Any:
     """Returns weights with a `Joint` for each array; None if they do not go together."""
     first = weights[0]
     if len({jax.tree.structure(w) for w in weights}) > 1:
         return None
     if isinstance(first, QuantizedArray) and not (first.order is first.multiplier is first.input_range is None):
         return None
-    values = {QuantizedArray: "values", PackedBlocks: "blocks"}.get(type(first))
-    widths = [(w if values is None else getattr(w, values)).shape[_AXIS] for w in weights]
-    numbers = num_parts or _num_parts(first if values is None else getattr(first, values))
+    name = {QuantizedArray: "values", PackedBlocks: "blocks"}.get(type(first))
+    numbers = [w if name is None else getattr(w, name) for w in weights]
+    parts = count or _num_devices(numbers[0])
     found = []
     for arrays in zip(*map(jax.tree.leaves, weights), strict=True):
-        alike = {(a.dtype, _spec_of(a), a.shape[0], *a.shape[_AXIS + 1 :]) for a in arrays}
+        # Where the joint's devices are given, the arrays move there from any.
+        alike = {(a.dtype, count or _spec_of(a), a.shape[0], *a.shape[_AXIS + 1 :]) for a in arrays}
         # Outputs that share scales have fewer of them, and equally many in each weight.
-        shares = {divmod(width, a.shape[_AXIS]) for width, a in zip(widths, arrays, strict=True)}
-        is_divided = all(a.shape[_AXIS] % numbers == 0 for a in arrays)
+        shares = {divmod(w.shape[_AXIS], a.shape[_AXIS]) for w, a in zip(numbers, arrays, strict=True)}
+        is_divided = all(a.shape[_AXIS] % parts == 0 for a in arrays)
         if len(alike) > 1 or len(shares) > 1 or next(iter(shares))[1] or not is_divided:
             return None
-        found.append(Joint(arrays, numbers))
+        found.append(Joint(arrays, parts))
     return jax.tree.unflatten(jax.tree.structure(first), found)
 
 
-def _num_parts(array: Any) -> int:
+def _num_devices(array: Any) -> int:
     spec = _spec_of(array)
     return 1 if spec is None else num_parts(array.sharding.mesh, spec[_AXIS])
 
@@ -193,37 +227,51 @@ def _is_joint(node: Any) -> bool:
     return isinstance(node, Joint)
 
 
-def _nodes(params: Params, config: ModelConfig) -> list[Any]:
-    """Returns the tensors of each component that may have joined ones, in the order of `_map_nodes`."""
-    nodes: list[Any] = []
+def _components(params: Params, config: ModelConfig) -> dict[_Place, Any]:
+    """Returns the tensors of each component that may be joined, by its place."""
+    found: dict[_Place, Any] = {}
 
-    def note(node: Any, *_: Any) -> Any:
-        nodes.append(node)
+    def note(node: Any, place: _Place, *_: Any) -> Any:
+        found[place] = node
         return node
 
-    _map_nodes(params, config, note)
-    return nodes
+    _map_components(params, config, note)
+    return found
 
 
-def _map_nodes(params: Params, config: ModelConfig, change: Callable[..., Any]) -> Params:
-    """Returns parameters with change(node, field, sizes) for the tensors of each component in `_JOINED`."""
+def _map_components(params: Params, config: ModelConfig, change: Callable[..., Any]) -> Params:
+    """Returns parameters with change(tensors, place, field, sizes) for each component in `_JOINED`.
 
-    def changed(description: Any, node: Any) -> Any:
-        if isinstance(description, DenseAndExperts):
-            return replace(node, dense=changed(description.dense, node.dense))
-        if type(description) not in _JOINED:
-            return node
-        field, sizes_of = _JOINED[type(description)]
-        return change(node, field, sizes_of(description))
+    What is not of the kind that `config` describes stays as it is.
+    """
+    if len(params.layers) != len(config.stacks):
+        return params
 
-    def of_layer(own: LayerParams, layer: Any) -> LayerParams:
-        mixers = own.mixer if len(layer.mixers) > 1 else (own.mixer,)
-        mixers = tuple(changed(mixer, node) for mixer, node in zip(layer.mixers, mixers, strict=False))
+    def of_layer(index: int, own: LayerParams, layer: Any) -> LayerParams:
+        several = isinstance(own.mixer, tuple)
+        mixers = own.mixer if several else (own.mixer,)
+        if len(mixers) == len(layer.mixers):
+            pairs = enumerate(zip(mixers, layer.mixers, strict=True), 1)
+            mixers = tuple(_changed(node, (index, i), mixer, change) for i, (node, mixer) in pairs)
         return replace(
             own,
-            mixer=mixers if len(mixers) > 1 else next(iter(mixers), None),
-            feed_forward=changed(layer.feed_forward, own.feed_forward),
+            mixer=mixers if several else mixers[0],
+            feed_forward=_changed(own.feed_forward, (index, 0), layer.feed_forward, change),
         )
 
-    stacks = zip(params.layers, config.stacks, strict=True)
-    return replace(params, layers=tuple(of_layer(own, stack.layer) for own, stack in stacks))
+    stacks = enumerate(zip(params.layers, config.stacks, strict=True))
+    return replace(params, layers=tuple(of_layer(i, own, stack.layer) for i, (own, stack) in stacks))
+
+
+# Not within `_map_components`: a function that refers to itself there would keep arrays until the next collection.
+def _changed(node: Any, place: _Place, description: Any, change: Callable[..., Any]) -> Any:
+    if isinstance(description, DenseAndExperts) and isinstance(node, DenseAndExpertsParams):
+        return replace(node, dense=_changed(node.dense, place, description.dense, change))
+    own = _JOINED.get(type(description))
+    if own is None or not isinstance(node, own.tensors):
+        return node
+    sizes, joined = own.sizes(description), getattr(node, own.field)
+    is_other = joined is not None and sum(sizes.values()) != joined.shape[_AXIS] * joined.shape[_AXIS + 1]
+    if is_other and isinstance(description, Attention):
+        sizes = own.sizes(description.for_devices(1))  # without copies of KV heads
+    return change(node, place, own.field, sizes)

@@ -11,7 +11,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
-from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes
+from kernels_pallas.mesh_axes import num_parts as count_parts
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions, check_call
 from kernels_pallas.paged_attention.gpu.append_products import append_products as append_products_gpu
 from kernels_pallas.paged_attention.gpu.entry import MAX_HEAD_DIM, PAGE_SIZES, paged_attention_gpu
@@ -47,7 +48,7 @@ def plan_attention(pages: Pages, call: AttentionCall, *, num_tokens: int, num_he
     (pool,), K, G = pages.arrays, pages.num_kv_heads, num_heads // pages.num_kv_heads
     if splits_heads(call.mesh):
         axes = dividing_axes(K, call.mesh, HEADS_AXES)
-        (spec,), K = head_specs(pages, axes).arrays, K // num_parts(call.mesh, axes)
+        (spec,), K = head_specs(pages, axes).arrays, K // count_parts(call.mesh, axes)
         pool = jax.ShapeDtypeStruct(NamedSharding(call.mesh, spec).shard_shape(pool.shape), pool.dtype)
     return plan(pool, call, num_tokens=num_tokens, num_kv_heads=K, num_groups=G)
 
@@ -110,17 +111,16 @@ def paged_attention(
     return split((q, k, v, pages, call), {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale})
 
 
-def can_append_products(products: jax.Array, pages: Pages, call: AttentionCall) -> bool:
+def can_append_products(pages: Pages, call: AttentionCall, *, num_parts: int, dtype: Any) -> bool:
     """Returns whether `append_products` can do a call: on GPU, for pages that hold keys and values in their dtype.
 
-    Over a mesh `products` [T, P, S, H] have the part of a device for each that has KV heads of its own.
+    Over a mesh products [T, P, S / P, H] have a part for each device with KV heads of its own: `num_parts` is P.
     """
     name = call.implementation or default_implementation()
-    parts = 1
-    if splits_heads(call.mesh):
-        parts = num_parts(call.mesh, dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES))
-    has_own = products.shape[1] == parts and products.shape[-1] <= MAX_HEAD_DIM and pages.page_size in PAGE_SIZES
-    return name in ("gpu", "gpu_interpret") and pages.layout == "gpu" and pages.dtype == products.dtype and has_own
+    axes = dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES) if splits_heads(call.mesh) else None
+    has_own = num_parts == (1 if axes is None or call.mesh is None else count_parts(call.mesh, axes))
+    is_fitting = pages.layout == "gpu" and pages.dtype == dtype and pages.page_size in PAGE_SIZES
+    return name in ("gpu", "gpu_interpret") and is_fitting and has_own and pages.head_dim <= MAX_HEAD_DIM
 
 
 def append_products(
@@ -148,7 +148,8 @@ def append_products(
         return append(products, pages, call, heads)
     axis = dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES)
     split, pool = PartitionSpec(None, axis), head_specs(pages, axis)
-    of_heads = {name: PartitionSpec(axis) if "bias" in name else PartitionSpec() for name in heads.arrays()}
+    split_arrays = ("q_bias", "k_bias", "v_bias")  # those with an axis of heads
+    of_heads = {name: PartitionSpec(axis) if name in split_arrays else PartitionSpec() for name in heads.arrays()}
     return jax.shard_map(
         append,
         mesh=call.mesh,

@@ -65,7 +65,7 @@ class AttentionCall:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """What becomes of the products of queries, keys and values before they are used; all of it may be absent.
+    """What becomes of the products of queries, keys and values before they are used: bias, norm, rotation, or none.
 
     Args:
       q_bias, k_bias, v_bias: [N, H], [K, H], [K, H] added to the products, in their dtype.

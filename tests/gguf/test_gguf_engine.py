@@ -16,7 +16,6 @@ import torch
 from jaxinfer.checkpoint import (
     Checkpoint,
     abstract_checkpoint,
-    checkpoint,
     load_checkpoint,
     read_config,
     resolve_checkpoint,
@@ -27,6 +26,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.quantization import PACKED, PackedBlocks
 from jaxinfer.quantization.quantized_array import QuantizedArray
+from tests.compiler import integers_as_on_tpu, layers_apart
 from tests.engine.engines import (
     content_of,
     crowded_engine,
@@ -116,12 +116,12 @@ def test_blocks_lie_on_a_chosen_device_and_are_split_over_none(files):
         Placement(two).params(config, abstract)
 
 
-def test_a_tpu_has_integers_in_place_of_blocks(files, monkeypatch, caplog):
-    blocks, config = load_checkpoint(files[0], "float32")
-    monkeypatch.setattr(checkpoint, "packs_integers", lambda: False)
-    with caplog.at_level(logging.WARNING, logger="jaxinfer"):
-        params, _ = load_checkpoint(files[0], "float32")
-    abstract, _ = abstract_checkpoint(files[0], "float32")
+def test_a_tpu_has_integers_in_place_of_blocks(files, caplog):
+    with layers_apart():
+        blocks, config = load_checkpoint(files[0], "float32")
+        with integers_as_on_tpu(), caplog.at_level(logging.WARNING, logger="jaxinfer"):
+            params, _ = load_checkpoint(files[0], "float32")
+            abstract, _ = abstract_checkpoint(files[0], "float32")
 
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
     is_packed: Any = lambda node: isinstance(node, PACKED)  # noqa: E731
@@ -141,6 +141,21 @@ def test_a_tpu_has_integers_in_place_of_blocks(files, monkeypatch, caplog):
     assert any("become integers of 8 bits, for no kernel of a TPU reads such blocks" in line for line in lines)
     two: Any = jax.sharding.AbstractMesh((2, 1), ("experts", "model"))
     Placement(two).params(config, abstract)  # devices share them
+
+
+def test_layers_of_blocks_of_several_types_are_one_stack_on_a_tpu(tmp_path):
+    path, _ = save_gguf(tmp_path, "llama", lambda name: "Q6_K" if "blk.1" in name else "Q4_K", num_hidden_layers=4)
+    with layers_apart():
+        expected = [layer.mixer.q.values for layer in load_on_tpu(path).layers]
+
+    assert [stack.mixer.q.type for stack in load_checkpoint(path, "float32")[0].layers] == ["Q4_K", "Q6_K", "Q4_K"]
+    (stack,) = load_on_tpu(path).layers
+    np.testing.assert_array_equal(stack.mixer.q.values, np.concatenate(expected))
+
+
+def load_on_tpu(path: Path) -> Any:
+    with integers_as_on_tpu():
+        return load_checkpoint(path, "float32")[0]
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")

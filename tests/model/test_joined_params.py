@@ -200,8 +200,12 @@ def test_each_device_has_its_own_outputs_of_all_weights():
 
 def test_a_checkpoint_of_orbax_has_the_parts(tmp_path):
     params = lively_params(CONFIG)
+    joined = join_products(copied(params), CONFIG)
 
-    save_params(tmp_path / "saved", join_products(copied(params), CONFIG), CONFIG)
+    assert not nodes(joined, AttentionParams)[0].qkv.committed  # a program over a mesh may take it
+    with pytest.raises(ValueError, match="params do not have the tensors that config declares"):
+        save_params(tmp_path / "wrong", joined, uniform_decoder(**{**SIZES, "num_layers": 3}, layer_groups=(1, 2)))
+    save_params(tmp_path / "saved", joined, CONFIG)
 
     restored, config = restore_params(tmp_path / "saved")
     assert config == CONFIG

@@ -15,6 +15,7 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
 from jaxinfer.checkpoint.stored import Blocks, Grid, Stored
+from jaxinfer.device import packs_integers
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
@@ -246,12 +247,13 @@ def _stack(path: tuple[Any, ...]) -> int | None:
 def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | Blocks | None:
     """Returns how a tensor of `Params` is packed, None if it is floating point there.
 
-    Raises ValueError if its stored tensors are packed in different ways, as the experts of a layer could be.
+    On TPU, where all blocks become integers of one kind, blocks of several types count as those of one. Raises
+    ValueError if its stored tensors are packed in different ways, as the experts of a layer could be.
     """
     if not assembly.is_packable:
         return None
     grids = {getattr(stored[name], "grid", None) for name in assembly.names}
-    if len(grids) == 1:
-        return grids.pop()
+    if len(grids) == 1 or (all(isinstance(grid, Blocks) for grid in grids) and not packs_integers()):
+        return min(grids, key=repr)
     names = ", ".join(assembly.names[:2])
     raise ValueError(f"{names} and others of one tensor are packed in different ways, which is not supported: {grids}")

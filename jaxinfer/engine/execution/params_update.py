@@ -11,22 +11,29 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_structure
 
 from jaxinfer.engine.execution.engine_model import abstract
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.joined_params import Joint, split_products
-from jaxinfer.model.params import Params
+from jaxinfer.model.joined_params import Joint, have_same_joints, split_products
+from jaxinfer.model.params import Params, fit_params
 from jaxinfer.quantization import PACKED
 from jaxinfer.validation import require
 
 WAY_OUT = "give parameters like those that load_checkpoint returns for this engine's checkpoint, dtype and quantization"
 
 
-def require_alike(params: Params, old: Params, config: ModelConfig) -> None:
-    """Raises ValueError that names the first difference in structure or a tensor between `params` and `old`.
+def fitting(params: Params, old: Params, config: ModelConfig) -> Params:
+    """Returns `params` as those that may replace `old`, by `joints` and `replaced`.
 
-    Tensors that are joined in `old` may be apart in `params`.
+    They may be for other devices: without copies of KV heads, and with tensors that are joined in `old` apart, or
+    joined in parts for other devices. Raises ValueError that names the first other difference from `old`.
     """
     require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
-    if len(params.layers) == len(old.layers):
-        old = split_products(abstract(old), config, like=params)
+    if not have_same_joints(params, old, config):
+        params = split_products(params, config)
+    params = fit_params(params, config)
+    _require_alike(params, split_products(abstract(old), config, like=params))
+    return params
+
+
+def _require_alike(params: Params, old: Params) -> None:
     _check_quantization(params, old)
     expected = tree_leaves_with_path(old)
     found = {keystr(path): tensor for path, tensor in tree_leaves_with_path(params)}
@@ -82,8 +89,10 @@ def replaced(old: list[jax.Array | None], params: Params) -> Params:
         sharding = tensor.sharding
         del tensor
         if isinstance(new, Joint):
-            leaves[i] = new.on(sharding)
-            continue
+            leaves[i], arrays = new.on(sharding), new.arrays
+        else:
+            leaves[i], arrays = jax.device_put(new, sharding, may_alias=isinstance(new, jax.Array)), (new,)
         # An array of numpy may change later, so it is copied even if the device could read it in place.
-        leaves[i] = jax.device_put(new, sharding, may_alias=isinstance(new, jax.Array))
+        if not all(isinstance(array, jax.Array) for array in arrays):
+            jax.block_until_ready(leaves[i])
     return jax.tree.unflatten(structure, leaves)

@@ -82,7 +82,8 @@ class Runner:
         with self._reported_failures():
             jax.block_until_ready(self._cache)  # launched steps refer to the old parameters until they end
             params = joints(params, self._config, like=abstract(self._base_params))
-            old = jax.tree.leaves(self._base_params)
+            old, structure = jax.tree.flatten(self._base_params)
+            assert jax.tree.structure(params) == structure  # else tensors would be freed in vain
             del self._params, self._base_params
             self._base_params = replaced(old, params)
             self._join_adapters()

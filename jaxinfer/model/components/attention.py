@@ -133,7 +133,8 @@ class AttentionParams:
     gate_bias: Any = None  # [n, N, H]
     k_scale: Any = None  # [n, 1]  the worth of a number in a cache in fp8
     v_scale: Any = None  # [n, 1]
-    # [n, P, S / P, H, D]  q, k, v and gate, as far as there are any, in parts for P devices; each is None then
+    # [n, P, S / P, H, D]  those that there are of q, k, v and gate, with S heads in all, in parts for P devices. They
+    # are None then, or the changes of adapters alone.
     qkv: Any = None
 
 
@@ -210,8 +211,8 @@ def attend(
     outputs: Iterator[jax.Array]
     k: Any = None
     v: Any = None
-    products = _products_to_append(params, x, inputs, config)
-    if products is not None and can_append_products(products, pages, inputs.call(**options)):
+    if _appends_products(params, pages, x, inputs, config):
+        products = product_in_dtype(x, params.qkv, inputs.tokens)
         q, pages, outputs = _append(params, products, pages, inputs, config=config, norm=norm)
     else:
         outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
@@ -242,10 +243,10 @@ def projected_sizes(config: Attention) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _products_to_append(
-    params: AttentionParams, x: jax.Array, inputs: MixerInputs, config: Attention
-) -> jax.Array | None:
-    """Returns the joined products of x as `append_products` takes them, the gate's last; None if it cannot take them.
+def _appends_products(
+    params: AttentionParams, pages: Pages, x: jax.Array, inputs: MixerInputs, config: Attention
+) -> bool:
+    """Returns whether `append_products` can take the products of a joined tensor.
 
     Not if adapters change them, if they have a derivative, or if norms are over other numbers than a head's.
     """
@@ -253,8 +254,8 @@ def _products_to_append(
     has_all = sizes.keys() >= {"q", "k", "v"} and config.qk_norm != "all" and not config.has_value_norm
     are_adapted = any(getattr(params, name) is not None for name in sizes)
     if params.qkv is None or not has_all or are_adapted or inputs.step.num_whole_rows is not None:
-        return None
-    return product_in_dtype(x, params.qkv, inputs.tokens).astype(x.dtype)
+        return False
+    return can_append_products(pages, inputs.call(**_scoring(config)), num_parts=params.qkv.shape[0], dtype=x.dtype)
 
 
 def _append(

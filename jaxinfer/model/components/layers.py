@@ -42,7 +42,7 @@ def linear(
     input_units: int = 0,
 ) -> jax.Array:
     """Returns x wᵀ + bias [T, out...] in x's dtype; x, w, `tokens` and `input_units` are as in `product`."""
-    y = product_in_dtype(x, w, tokens, input_units).astype(x.dtype)
+    y = product_in_dtype(x, w, tokens, input_units)
     return y if bias is None else y + bias[None]
 
 
@@ -83,13 +83,13 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
 
 
 def product_in_dtype(x: jax.Array, w: Weights, tokens: StepTokens | None, input_units: int = 0) -> jax.Array:
-    """Returns `product` rounded to x's dtype or still to be: a GPU writes it so, if no devices add their parts of it.
+    """Returns `product` in x's dtype. A GPU writes that of floating point so, if no devices add their parts of it.
 
     The compiler of a TPU joins the rounding to the product by itself.
     """
     has_parts = input_units > 0 and tokens is not None and tokens.is_split
     if not isinstance(w, jax.Array) or has_parts or device_at_hand().platform != "gpu":
-        return product(x, w, tokens, input_units=input_units)
+        return product(x, w, tokens, input_units=input_units).astype(x.dtype)
     return _product_of_array(x, w, tokens, input_units, x.dtype)
 
 

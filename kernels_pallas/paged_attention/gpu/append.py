@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ def append(new: Sequence, pools: Sequence, call: AttentionCall, interpret: bool)
 
     New tokens are [T, K, H] for pools [P, S, K, H], and their scales [T, K] for pools [P, K, S], which come last.
     """
-    (T, K, _), B, q_len = new[0].shape, call.kv_lens.shape[0], call.q_len
-    block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
+    (T, K, H), B, q_len = new[0].shape, call.kv_lens.shape[0], call.q_len
+    block_q, num_warps = append_tile(q_len, H)
     arrays = arrays_of(call)
     return tuple(
         triton.launch(
@@ -37,7 +38,7 @@ def append(new: Sequence, pools: Sequence, call: AttentionCall, interpret: bool)
             grid=(num_chunks(T, B, block_q, q_len), K),
             out=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
             aliases={len(arrays) + len(new) + i: i for i in range(len(pools))},
-            num_warps=1 if block_q < APPEND_TILE else 4 if new[0].shape[2] <= WIDE else 8,
+            num_warps=num_warps,
             num_stages=1,
             name="append_kv",
             interpret=interpret,
@@ -45,17 +46,38 @@ def append(new: Sequence, pools: Sequence, call: AttentionCall, interpret: bool)
     )
 
 
+def append_tile(q_len: int | None, head_dim: int) -> tuple[int, int]:
+    """Returns how many tokens of a row a program appends, and its warps."""
+    block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
+    return block_q, 1 if block_q < APPEND_TILE else 4 if head_dim <= WIDE else 8
+
+
+class Places(NamedTuple):
+    """The tokens of a program, and their places in the pages; each array has one number for a token."""
+
+    tokens: jax.Array  # i32  in the batch
+    is_token: jax.Array  # False past the end of the row
+    is_real: jax.Array  # False for padding too, which is in no page
+    page_ids: jax.Array  # i32
+    slots: jax.Array  # i32  in the page
+
+
+def find_places(arrays: Any, num_tokens: int, block_q: int, q_len: int | None, page_size: int) -> Places:
+    """Returns the places of the tokens of tile `program_id(0)`."""
+    chunk = find_chunk(arrays, num_tokens, block_q, q_len)
+    queries = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
+    positions, is_token = chunk.context + queries, queries < chunk.num_queries
+    is_real = is_token & (positions >= 0)  # a padding row with tokens has a context below 0
+    page_ids = find_pages(arrays, chunk.row, positions, page_size, is_real)
+    return Places(chunk.first_token + queries, is_token, is_real, page_ids, positions & (page_size - 1))
+
+
 def _append_kernel(*refs, names, num_pools: int, block_q: int, q_len: int | None) -> None:
     """One program: tile `program_id(0)` of tokens, KV head `program_id(1)`."""
     arrays = SimpleNamespace(**dict(zip(names, refs, strict=False)))
     all_new, pools = refs[len(names) : len(names) + num_pools], refs[-num_pools:]
     head, (T, _, H) = pl.program_id(1), all_new[0].shape
-    S = pools[0].shape[1]
-    chunk = find_chunk(arrays, T, block_q, q_len)
-    queries = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
-    positions, tokens = chunk.context + queries, chunk.first_token + queries
-    is_real = (queries < chunk.num_queries) & (positions >= 0)  # a padding row with tokens has a context below 0
-    page_ids, slots = find_pages(arrays, chunk.row, positions, S, is_real), positions & (S - 1)
+    tokens, _, is_real, page_ids, slots = find_places(arrays, T, block_q, q_len, pools[0].shape[1])
     columns = jnp.arange(pl.next_power_of_2(H), dtype=jnp.int32)
     mask = is_real[:, None] & (columns < H)[None]
     for new, pool in zip(all_new, pools, strict=True):

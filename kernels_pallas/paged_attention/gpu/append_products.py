@@ -1,6 +1,6 @@
 """Norms and rotates the products of queries, keys and values, and appends the latter two, in one launch of a GPU.
 
-XLA takes five for it, in which it reads the products three times and writes keys and values twice.
+XLA takes five before the append, in which it reads the products three times and writes keys and values once more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions
-from kernels_pallas.paged_attention.gpu.append import APPEND_TILE, WIDE
-from kernels_pallas.paged_attention.gpu.chunks import arrays_of, find_chunk, find_pages, for_kernels, num_chunks
+from kernels_pallas.paged_attention.gpu.append import append_tile, find_places
+from kernels_pallas.paged_attention.gpu.chunks import arrays_of, for_kernels, num_chunks
 from kernels_pallas.paged_attention.layout import Pages
 
 
@@ -26,12 +26,11 @@ def append_products(
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention.append_products`, for the heads of one device, products [T, S, H]."""
     call, (T, S, H), B, q_len = for_kernels(call), products.shape, call.kv_lens.shape[0], call.q_len
-    block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
-    K = pages.num_kv_heads
+    (block_q, num_warps), K = append_tile(q_len, H), pages.num_kv_heads
     arrays = {**arrays_of(call), "products": products, **heads.arrays()}
-    kernel = functools.partial(
-        _kernel, names=(*arrays, "k_pages", "v_pages", "queries"), block_q=block_q, q_len=q_len, heads=heads
-    )
+    names = (*arrays, "k_pages", "v_pages", "queries")
+    flags = {name: getattr(heads, name) for name in ("epsilon", "adds_one", "is_interleaved")}
+    kernel = functools.partial(_kernel, names=names, block_q=block_q, q_len=q_len, **flags)
     *pools, queries = triton.launch(
         kernel,
         *arrays.values(),
@@ -42,7 +41,7 @@ def append_products(
             jax.ShapeDtypeStruct((T, S - 2 * K, H), products.dtype),
         ],
         aliases={len(arrays): 0, len(arrays) + 1: 1},
-        num_warps=1 if block_q < APPEND_TILE else 4 if H <= WIDE else 8,
+        num_warps=num_warps,
         num_stages=1,
         name="append_products",
         interpret=interpret,
@@ -50,16 +49,23 @@ def append_products(
     return queries, dataclasses.replace(pages, arrays=tuple(pools))
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], block_q: int, q_len: int | None, heads: HeadOptions) -> None:
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    block_q: int,
+    q_len: int | None,
+    epsilon: float,
+    adds_one: bool,
+    is_interleaved: bool,
+) -> None:
     """One program: tile `program_id(0)` of tokens, head `program_id(1)` of the products."""
     # The pools come as inputs and as outputs, which are one and the same.
     arrays = SimpleNamespace(**dict(zip(names, (*refs[: len(names) - 3], *refs[-3:]), strict=True)))
     head, (T, num_heads, H), dtype = pl.program_id(1), arrays.products.shape, arrays.products.dtype
     _, S, K, _ = arrays.k_pages.shape
     N = num_heads - 2 * K
-    chunk = find_chunk(arrays, T, block_q, q_len)
-    places = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
-    is_token, positions, tokens = places < chunk.num_queries, chunk.context + places, chunk.first_token + places
+    has_norm, has_turns = "q_norm" in names, "cos" in names
+    tokens, is_token, is_real, page_ids, slots = find_places(arrays, T, block_q, q_len, S)
     # Whether the head is of this kind, and its index among those.
     is_q, is_k, is_v = head < N, (head >= N) & (head < N + K), head >= N + K
     kinds = {"q": (is_q, head), "k": (is_k, head - N), "v": (is_v, head - N - K)}
@@ -83,31 +89,29 @@ def _kernel(*refs: Any, names: tuple[str, ...], block_q: int, q_len: int | None,
 
     def normed(x: jax.Array, columns: jax.Array) -> jax.Array:
         weight = of_head(columns, "norm", (columns >= 0) & (columns < H))
-        if heads.adds_one:
+        if adds_one:
             return (x * scale * (1.0 + weight)[None]).astype(dtype).astype(jnp.float32)
         return ((x * scale).astype(dtype).astype(jnp.float32) * weight[None]).astype(dtype).astype(jnp.float32)
 
     raw = numbers(columns)
     x = raw
-    if heads.q_norm is not None:
-        scale = jax.lax.rsqrt(jnp.sum(raw * raw, axis=1, keepdims=True) / H + heads.epsilon)
+    if has_norm:
+        scale = jax.lax.rsqrt(jnp.sum(raw * raw, axis=1, keepdims=True) / H + epsilon)
         x = normed(raw, columns)
-    if heads.cos is not None:
+    if has_turns:
         R = 2 * arrays.cos.shape[-1]
-        if heads.is_interleaved:
+        if is_interleaved:
             partners, pairs, is_first = columns ^ 1, columns // 2, columns % 2 == 0
         else:
             is_first = columns < R // 2
             pairs = jnp.where(is_first, columns, columns - R // 2)
             partners = jnp.where(is_first, columns + R // 2, columns - R // 2)
         partner = numbers(partners)
-        partner = partner if heads.q_norm is None else normed(partner, partners)
+        partner = normed(partner, partners) if has_norm else partner
         turned = columns < R
         mask = is_token[:, None] & turned[None]
         cos, sin = (triton.load(ref, (tokens[:, None], 0, pairs[None]), mask) for ref in (arrays.cos, arrays.sin))
         x = jnp.where(turned[None], x * cos + jnp.where(is_first[None], -partner, partner) * sin, x)
-    is_real = is_token & (positions >= 0)  # a padding row with tokens has a context below 0
-    page_ids, slots = find_pages(arrays, chunk.row, positions, S, is_real), positions & (S - 1)
     own, real = is_token[:, None] & (columns < H)[None], is_real[:, None] & (columns < H)[None]
     of_k, of_v = (jnp.clip(kinds[kind][1], 0, K - 1) for kind in "kv")
     triton.store(arrays.queries, (tokens[:, None], jnp.minimum(head, N - 1), columns[None]), x, own & is_q)

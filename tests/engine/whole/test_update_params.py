@@ -16,6 +16,7 @@ from jaxinfer import SamplingParams, load_checkpoint
 from jaxinfer.checkpoint import load_params
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
+from jaxinfer.model.joined_params import Joint
 from jaxinfer.quantization import quantize
 from jaxinfer.steps.medusa import MedusaHeads
 from tests.compiler import layers_apart, products_joined
@@ -153,7 +154,17 @@ def test_joined_weights_are_replaced_by_parts_and_by_joined_ones(checkpoint, tra
 
     llm.update_params(joined)
     assert token_ids_of(generate(llm, [PREFIX])) == new
-    assert runner_of(llm).params.layers[0].mixer.qkv is joined.layers[0].mixer.qkv  # no array is copied
+    pointers = [tree.layers[0].mixer.qkv.unsafe_buffer_pointer() for tree in (runner_of(llm).params, joined)]
+    assert pointers[0] == pointers[1]  # no array is copied
+    # Of several devices, and of parts of which some lie on the host.
+    parts = params.layers[0].mixer
+    in_two = Joint((parts.q, parts.k, parts.v), 2).on(parts.q.sharding)
+    for own in ({"q": np.asarray(parts.q)}, {"qkv": in_two, "q": None, "k": None, "v": None}):
+        llm.update_params(jax.tree.map(np.asarray, load_checkpoint(checkpoint)[0]))
+        assert token_ids_of(generate(llm, [PREFIX])) == token_ids_of(old)
+        first = replace(params.layers[0], mixer=replace(parts, **own))
+        llm.update_params(replace(params, layers=(first, *params.layers[1:])))
+        assert token_ids_of(generate(llm, [PREFIX])) == new
     with pytest.raises(
         ValueError, match=r"params.layers\[0\].mixer.q has dtype bfloat16, but the engine's has float32"
     ):

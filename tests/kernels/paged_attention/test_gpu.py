@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import warnings
 from typing import Any
 
@@ -20,6 +21,7 @@ from kernels_pallas.triton import Target
 from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention import test_paged_attention as common
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.on_devices import run_on_devices
 
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]
@@ -87,6 +89,13 @@ def check(call, *, q_len=None, trees=None, block_sizes, **options):
     np.testing.assert_allclose(np.asarray(out)[: call.num_tokens][is_real], expected[is_real], rtol=1e-5, atol=1e-5)
     assert np.isfinite(out).all()
     check_pages(call, call.arguments["pages"], pages)
+
+
+def test_devices_of_a_mesh_append_their_own_heads():
+    written = run_on_devices(2, "-m", "tests.kernels.paged_attention.append_program").splitlines()[-1]
+
+    # Tokens 14 to 16 of a row in pages 3 and 1, and 20 and 21 of one in pages 0 and 2.
+    assert json.loads(written) == sorted([3 * 16 + 14, 3 * 16 + 15, 16, 2 * 16 + 4, 2 * 16 + 5])
 
 
 # The two integers of a byte are half a head apart, and a head of 21 fills no byte.
