@@ -22,12 +22,13 @@ MAX_TILED_ROWS = 256
 TABLE_ROWS = (16, 64, MAX_TILED_ROWS)  # by which a table has a tile: the most rows of a product
 # Shared memory of a program in bytes, by the least compute capability that has it, highest first.
 SHARED_BYTES = {12.0: 101_376, HOPPER: 232_448, 8.6: 101_376, AMPERE: 166_912}
-# XLA joins up to three products of the same rows, and then holds a block of each one's operands.
+# XLA joins up to three products of the same rows whose weights lie apart, as those of latent attention, recurrent layers
+# and draft heads, and then holds a block of each one's operands.
 JOINED = 3
 NUM_STAGES = 4
 PASSES = "xla_disable_hlo_passes"
 # On any GPU nothing is measured, nor computed again to save memory: XLA counts pages as memory that steps need. If they
-# take more than 80 % of the device, it would compute a decode step of 463 kernels by 603.
+# take more than 80 % of the device, it would compute a decode step by a third more kernels.
 UNTUNED: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_experimental_enable_fusion_autotuner": False,
