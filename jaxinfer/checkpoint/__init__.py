@@ -64,7 +64,8 @@ def abstract_checkpoint(
 ) -> tuple[Params, ModelConfig]:
     """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor, without shardings.
 
-    Tensors that a GPU joins are apart: see `jaxinfer.model.joined_params`. It reads config.json alone, and of packed weights the headers of their files.
+    Tensors that a GPU joins are apart: see `jaxinfer.model.joined_params`. It reads config.json alone, and of packed
+    weights the headers of their files.
     """
     checkpoint = open_checkpoint(path_or_id, ["config.json"])
     if checkpoint.packing is not None:

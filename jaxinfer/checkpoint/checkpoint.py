@@ -277,7 +277,7 @@ class Checkpoint:
             raise _from_file(self.path, error) from None
 
     def _say_what_blocks_become(self, plan: Params, stored: Mapping[str, Stored], dtype: Any) -> None:
-        """Logs a warning for the blocks of a GGUF that are not held as they are, if any, with bytes to some per cent."""
+        """Logs a warning for the blocks of a GGUF that are not held as they are, with rough bytes."""
         assert self.gguf is not None
         names: dict[bool, list[str]] = {False: [], True: []}
         for assembly in assemblies_of(plan):
