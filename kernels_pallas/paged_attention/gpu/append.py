@@ -52,24 +52,28 @@ def append_tile(q_len: int | None, head_dim: int) -> tuple[int, int]:
     return block_q, 1 if block_q < APPEND_TILE else 4 if head_dim <= WIDE else 8
 
 
-class Places(NamedTuple):
-    """The tokens of a program, and their places in the pages; each array has one number for a token."""
+class Tile(NamedTuple):
+    """The tokens of a program; each array has one number for a token."""
 
+    row: jax.Array  # i32[]
     tokens: jax.Array  # i32  in the batch
+    positions: jax.Array  # i32  in the row
     is_token: jax.Array  # False past the end of the row
     is_real: jax.Array  # False for padding too, which is in no page
-    page_ids: jax.Array  # i32
-    slots: jax.Array  # i32  in the page
+
+    def slots(self, arrays: Any, page_size: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the page of each token, and its slot there."""
+        page_ids = find_pages(arrays, self.row, self.positions, page_size, self.is_real)
+        return page_ids, self.positions & (page_size - 1)
 
 
-def find_places(arrays: Any, num_tokens: int, block_q: int, q_len: int | None, page_size: int) -> Places:
-    """Returns the places of the tokens of tile `program_id(0)`."""
+def find_tile(arrays: Any, num_tokens: int, block_q: int, q_len: int | None) -> Tile:
+    """Returns the tokens of tile `program_id(0)`."""
     chunk = find_chunk(arrays, num_tokens, block_q, q_len)
     queries = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
     positions, is_token = chunk.context + queries, queries < chunk.num_queries
     is_real = is_token & (positions >= 0)  # a padding row with tokens has a context below 0
-    page_ids = find_pages(arrays, chunk.row, positions, page_size, is_real)
-    return Places(chunk.first_token + queries, is_token, is_real, page_ids, positions & (page_size - 1))
+    return Tile(chunk.row, chunk.first_token + queries, positions, is_token, is_real)
 
 
 def _append_kernel(*refs, names, num_pools: int, block_q: int, q_len: int | None) -> None:
@@ -77,7 +81,8 @@ def _append_kernel(*refs, names, num_pools: int, block_q: int, q_len: int | None
     arrays = SimpleNamespace(**dict(zip(names, refs, strict=False)))
     all_new, pools = refs[len(names) : len(names) + num_pools], refs[-num_pools:]
     head, (T, _, H) = pl.program_id(1), all_new[0].shape
-    tokens, _, is_real, page_ids, slots = find_places(arrays, T, block_q, q_len, pools[0].shape[1])
+    tile = find_tile(arrays, T, block_q, q_len)
+    tokens, is_real, (page_ids, slots) = tile.tokens, tile.is_real, tile.slots(arrays, pools[0].shape[1])
     columns = jnp.arange(pl.next_power_of_2(H), dtype=jnp.int32)
     mask = is_real[:, None] & (columns < H)[None]
     for new, pool in zip(all_new, pools, strict=True):

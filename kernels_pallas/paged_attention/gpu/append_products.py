@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions
-from kernels_pallas.paged_attention.gpu.append import append_tile, find_places
+from kernels_pallas.paged_attention.gpu.append import append_tile, find_tile
 from kernels_pallas.paged_attention.gpu.chunks import arrays_of, for_kernels, num_chunks
 from kernels_pallas.paged_attention.layout import Pages
 
@@ -65,7 +65,8 @@ def _kernel(
     _, S, K, _ = arrays.k_pages.shape
     N = num_heads - 2 * K
     has_norm, has_turns = "q_norm" in names, "cos" in names
-    tokens, is_token, is_real, page_ids, slots = find_places(arrays, T, block_q, q_len, S)
+    tile = find_tile(arrays, T, block_q, q_len)
+    tokens, is_token = tile.tokens, tile.is_token
     # Whether the head is of this kind, and its index among those.
     is_q, is_k, is_v = head < N, (head >= N) & (head < N + K), head >= N + K
     kinds = {"q": (is_q, head), "k": (is_k, head - N), "v": (is_v, head - N - K)}
@@ -112,7 +113,8 @@ def _kernel(
         mask = is_token[:, None] & turned[None]
         cos, sin = (triton.load(ref, (tokens[:, None], 0, pairs[None]), mask) for ref in (arrays.cos, arrays.sin))
         x = jnp.where(turned[None], x * cos + jnp.where(is_first[None], -partner, partner) * sin, x)
-    own, real = is_token[:, None] & (columns < H)[None], is_real[:, None] & (columns < H)[None]
+    page_ids, slots = tile.slots(arrays, S)
+    own, real = is_token[:, None] & (columns < H)[None], tile.is_real[:, None] & (columns < H)[None]
     of_k, of_v = (jnp.clip(kinds[kind][1], 0, K - 1) for kind in "kv")
     triton.store(arrays.queries, (tokens[:, None], jnp.minimum(head, N - 1), columns[None]), x, own & is_q)
     for pool, values, of_pool, is_own in ((arrays.k_pages, x, of_k, is_k), (arrays.v_pages, raw, of_v, is_v)):

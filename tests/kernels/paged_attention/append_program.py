@@ -6,6 +6,7 @@ Prints the slots of the pages that have keys then.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ def main() -> None:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
-    biases = {"q_bias": numbers(N, H), "k_bias": numbers(K, H), "v_bias": numbers(K, H)}
-    norms = {"q_norm": numbers(H), "k_norm": numbers(H)}
-    turns = {"cos": numbers(T, 1, 4), "sin": numbers(T, 1, 4)}
+    biases: dict[str, Any] = {"q_bias": numbers(N, H), "k_bias": numbers(K, H), "v_bias": numbers(K, H)}
+    norms: dict[str, Any] = {"q_norm": numbers(H), "k_norm": numbers(H)}
+    turns: dict[str, Any] = {"cos": numbers(T, 1, 4), "sin": numbers(T, 1, 4)}
     heads = HeadOptions(**biases, **norms, **turns, epsilon=1e-3)
     # Rows of three and two tokens, after 14 and 20 others, in pages of 16.
     call = AttentionCall(
