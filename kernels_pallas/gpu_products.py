@@ -22,8 +22,8 @@ MAX_TILED_ROWS = 256
 TABLE_ROWS = (16, 64, MAX_TILED_ROWS)  # by which a table has a tile: the most rows of a product
 # Shared memory of a program in bytes, by the least compute capability that has it, highest first.
 SHARED_BYTES = {12.0: 101_376, HOPPER: 232_448, 8.6: 101_376, AMPERE: 166_912}
-# XLA joins up to three products of the same rows whose weights lie apart, as those of latent attention, of recurrent
-# layers and of draft heads, and then holds a block of each one's operands.
+# XLA joins up to three products of the same rows whose weights lie apart, such as those of draft heads. Then it holds a
+# block of each one's operands.
 JOINED = 3
 NUM_STAGES = 4
 PASSES = "xla_disable_hlo_passes"

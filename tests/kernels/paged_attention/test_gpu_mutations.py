@@ -40,10 +40,10 @@ MUTATIONS = {
     "the pages of the block before": ("_pages_of(arrays, tile, i + 1,", "_pages_of(arrays, tile, i,"),
     "a sink in every part": ("part.index == 0,", "part.index >= 0,"),
     "tiles of one row that start alike": ("tile * cut.block_q)", "tile * 0)"),
-    "tokens of the next row appended to this one": ("is_real = (queries < chunk.num_queries) & ", "is_real = "),
+    "tokens of the next row appended to this one": ("is_real = is_token & ", "is_real = "),
     "a token appended one slot too late": (
-        "positions, tokens = chunk.context + queries, chunk.first_token + queries\n    is_real",
-        "positions, tokens = chunk.context + queries + 1, chunk.first_token + queries\n    is_real",
+        "positions, is_token = chunk.context + queries, ",
+        "positions, is_token = chunk.context + queries + 1, ",
     ),
 }
 
