@@ -117,7 +117,7 @@ def scans_layers() -> bool:
 def joins_products() -> bool:
     """True if weights that multiply the same inputs lie in one tensor, see `join_products`: on GPU.
 
-    On TPU the compiler streams three weights as well as one, and on CPU blocks of rows are chosen for each weight.
+    On TPU scans and kernels take a stack of each weight, and on CPU blocks of rows are chosen for each weight.
     """
     return jax.default_backend() == "gpu"
 

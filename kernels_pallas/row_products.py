@@ -100,20 +100,13 @@ def zero_after(x: jax.Array) -> jax.Array:
 
 
 def rows_by_weights(
-    x: jax.Array,
-    w: jax.Array,
-    num_rows: jax.Array | None = None,
-    *,
-    is_split: bool = False,
-    dtype: Any = jnp.float32,
+    x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None, *, is_split: bool = False, dtype: Any = jnp.float32
 ) -> jax.Array:
     """Returns x wᵀ [T, F] for x [T, D] and weights [F, D]: on CPU in blocks of rows, elsewhere in one product.
 
-    It is added up in float32, and written in `dtype`.
-
-    If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
-    `is_split`: the compiler may split the weights over devices. Then blocks have ROW_BLOCK rows, for a trial of the
-    whole weights says nothing about their parts.
+    It is added up in float32, and written in `dtype`. If num_rows i32[] is given, only that many rows of x matter, and
+    on CPU blocks of nothing but padding are skipped. `is_split`: the compiler may split the weights over devices. Then
+    blocks have ROW_BLOCK rows, for a trial of the whole weights says nothing about their parts.
     """
     T, (F, D) = x.shape[0], w.shape
     counts = {ROW_BLOCK}
@@ -127,9 +120,7 @@ def rows_by_weights(
 
 # Loops whose length is known late have no derivative, so those of all products are stated.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _rows_by_weights(
-    x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int], dtype: jnp.dtype
-) -> jax.Array:
+def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int], dtype: Any) -> jax.Array:
     return jax.lax.platform_dependent(
         *(x, w, num_rows),
         cpu=lambda x, w, num_rows: _by_weights_in_blocks(x, w, num_rows, blocks=blocks).astype(dtype),
@@ -137,9 +128,7 @@ def _rows_by_weights(
     )
 
 
-def _by_weights_derivative(
-    _: tuple[int, int], dtype: jnp.dtype, operands: tuple[jax.Array, jax.Array], change: jax.Array
-) -> tuple[Any, ...]:
+def _by_weights_derivative(_: Any, dtype: Any, operands: tuple[jax.Array, ...], change: jax.Array) -> tuple[Any, ...]:
     derivative = jax.vjp(functools.partial(_transposed_product, dtype=dtype), *operands)[1]
     return *derivative(change), None
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
@@ -42,27 +43,25 @@ def set_options(*, is_optimised: bool) -> None:
         checkpoint.scans_layers = lambda: True
 
 
-@contextlib.contextmanager
-def layers_apart() -> Iterator[None]:
+def layers_apart() -> contextlib.AbstractContextManager[None]:
     """Models that are loaded meanwhile have parameters for each layer by itself, as on CPU and GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "scans_layers", lambda: False)
-        yield
+    return _answered("scans_layers", False, checkpoint)
 
 
-@contextlib.contextmanager
-def products_joined() -> Iterator[None]:
+def products_joined() -> contextlib.AbstractContextManager[None]:
     """Models that are loaded and planned meanwhile have joined tensors, as on GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, warm_up):
-            patch.setattr(module, "joins_products", lambda: True)
-        yield
+    return _answered("joins_products", True, checkpoint, warm_up)
+
+
+def integers_as_on_tpu() -> contextlib.AbstractContextManager[None]:
+    """Packed weights that are loaded meanwhile lie as on TPU."""
+    return _answered("packs_integers", False, checkpoint, assemblies)
 
 
 @contextlib.contextmanager
-def integers_as_on_tpu() -> Iterator[None]:
-    """Packed weights that are loaded meanwhile lie as on TPU."""
+def _answered(question: str, answer: bool, *modules: Any) -> Iterator[None]:
+    """Modules that ask this function of `jaxinfer.device` get this answer meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (checkpoint, assemblies):
-            patch.setattr(module, "packs_integers", lambda: False)
+        for module in modules:
+            patch.setattr(module, question, lambda: answer)
         yield

@@ -216,6 +216,12 @@ def test_no_module_imports_itself_through_others():
     assert [module for module in MODULES if is_in_a_circle(module)] == []
 
 
+def test_no_file_has_more_than_five_hundred_lines():
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in FILES}
+
+    assert {path: length for path, length in lengths.items() if length > 500} == {}
+
+
 def test_a_folder_has_at_most_twelve_modules():
     modules = Counter(path.parent.relative_to(ROOT).as_posix() for path in FILES if path.name != "__init__.py")
 

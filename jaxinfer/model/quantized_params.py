@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.joined_params import split_products
 from jaxinfer.model.params import Params, declare, is_spec
 from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, QuantizedArray, quantize
 from kernels_pallas.mesh_axes import dividing_axes, names_of, num_parts
@@ -33,7 +34,8 @@ def quantize_weight(w: Any, spec: TensorSpec, quantization: str, *, is_packed: b
 
 
 def quantize_weights(params: Params, config: ModelConfig, quantization: str, *, is_packed: bool = True) -> Params:
-    """Returns the parameters of a model with each tensor as `quantize_weight` returns it."""
+    """Returns the parameters of a model with each tensor as `quantize_weight` returns it; joined ones come apart."""
+    params = split_products(params, config)
     options: dict[str, Any] = {"quantization": quantization, "is_packed": is_packed}
     return jax.tree.map(lambda spec, w: quantize_weight(w, spec, **options), declare(config), params, is_leaf=is_spec)
 
@@ -41,8 +43,9 @@ def quantize_weights(params: Params, config: ModelConfig, quantization: str, *, 
 def quantize_params(params: Params, config: ModelConfig, **options: Any) -> Params:
     """Returns the parameters with all that have inputs quantized alike, the unembedding too, by options of `quantize`.
 
-    A tied embedding stays in floating point at both ends.
+    A tied embedding stays in floating point at both ends. Tensors that are joined come apart.
     """
+    params = split_products(params, config)
 
     def change(spec: TensorSpec, w: Any) -> Any:
         return quantize(w, **options) if spec.num_inputs else w

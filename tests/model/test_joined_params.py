@@ -117,6 +117,8 @@ def test_packed_weights_are_joined_as_they_lie(name):
     jax.tree.map(np.testing.assert_array_equal, split_products(joined, CONFIG), packed)
     compute = functools.partial(log_probs, tokens=tokens, config=CONFIG)
     np.testing.assert_allclose(compute(joined), compute(packed), rtol=1e-5, atol=1e-5)
+    from_joined = PACKED_MODELS[name](join_products(lively_params(CONFIG), CONFIG))
+    jax.tree.map(np.testing.assert_array_equal, from_joined, packed)
 
 
 def mlp_of(**weights: Any) -> tuple[Params, ModelConfig]:

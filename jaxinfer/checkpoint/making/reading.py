@@ -32,8 +32,8 @@ from jaxinfer.quantization.planes import fit_planes, pack_planes
 from jaxinfer.quantization.quantized_array import quantize
 
 ALIGNMENT = 64
-# Inputs that share a scale where a TPU has integers in place of blocks. Scales of groups of 32, as blocks have them,
-# would take a kernel five times as long as reading the weights (compiled for a v6e).
+# Inputs that share a scale where a TPU has integers in place of blocks. Blocks have groups of 16 or 32. With 32 the
+# kernel of a TPU would take five times as long as reading the weights (int4, compiled for a v6e).
 REPACKED_GROUP_SIZE = 128
 REPACKED_BYTES = 1 + 4 / REPACKED_GROUP_SIZE  # of a weight
 Part = tuple[range, ...]  # of an array, on each of its axes
