@@ -11,7 +11,8 @@ from typing import Any
 TABLES = Path(__file__).parent / "tuned"
 # What an entry of a table is for; its other fields say what was chosen, and how it was ranked.
 KEYS = ("kernel", "page_dtype", "num_kv_heads", "head_dim", "num_groups")
-PRODUCT = "product"  # the kernel of the entries for XLA's own products, which have other keys
+PRODUCT = "product"  # the kernel of the entries for dense products, which have keys of their own
+PRODUCT_KEYS = ("block_rows", "itemsize", "parts", "channels", "inputs")
 
 
 def table_name(kind: str) -> str:
@@ -26,9 +27,10 @@ def tuned_table(device: str) -> dict[tuple, dict[str, Any]]:
 
 
 @functools.cache
-def tuned_products(device: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """Returns the tiles of XLA's products on a GPU, by the most rows and the bytes of an element of the weights."""
-    return {(entry["rows"], entry["itemsize"]): entry for entry in tuned_entries(device) if entry["kernel"] == PRODUCT}
+def tuned_products(device: str) -> dict[tuple, dict[str, Any]]:
+    """Returns the tiles of dense products on a GPU, by PRODUCT_KEYS."""
+    entries = [entry for entry in tuned_entries(device) if entry["kernel"] == PRODUCT]
+    return {tuple(entry[key] for key in PRODUCT_KEYS): entry for entry in entries}
 
 
 def tuned_entries(device: str) -> list[dict[str, Any]]:

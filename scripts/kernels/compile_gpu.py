@@ -172,6 +172,26 @@ def product(
     return Case(function, arguments, kernels=kernels, num_rows=rows, itemsize=1)
 
 
+def dense_product(mesh: Any, *, rows: int, sizes: tuple[int, int, int], dtype: str = "bfloat16") -> Case:
+    """A product of `sizes` (parts, channels, inputs), two parts being gate and up; weights of 8 bits have scales."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.gpu_products import multiply
+
+    shape = jax.ShapeDtypeStruct
+    scales = None if dtype == "bfloat16" else shape((*sizes[:2], 1), jnp.float32)
+    arguments = {"x": shape((rows, sizes[2]), jnp.bfloat16), "weights": shape(sizes, dtype), "scales": scales}
+
+    def gated(up: Any, gate: Any) -> Any:
+        return jax.nn.silu(gate) * up
+
+    def run(x: Any, weights: Any, scales: Any) -> Any:
+        return multiply(x, weights, scales, x.dtype, gated if sizes[0] == 2 else None)
+
+    return Case(jax.jit(run), on_mesh(arguments, mesh), kernels=("dense_product",), num_rows=rows)
+
+
 def experts(
     mesh: Any,
     *,
@@ -221,6 +241,19 @@ prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
 decode_latents = functools.partial(latents, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 mosaic = functools.partial(prefill, prefill="mosaic")
 LARGE_HEADS: dict[str, int] = {"head_dim": 512, "num_heads": 32, "num_kv_heads": 4}  # of Gemma 4
+# Parts, channels and inputs of the weights of dense products: q with k and v, o, gate with up, and down, of Llama 3 8B
+# and of Qwen3 0.6B; and the rows that they are compiled for, and tuned.
+DENSE_WEIGHTS = (
+    (1, 6144, 4096),
+    (1, 4096, 4096),
+    (2, 14336, 4096),
+    (1, 4096, 14336),
+    (1, 4096, 1024),
+    (1, 1024, 2048),
+    (2, 3072, 1024),
+    (1, 1024, 3072),
+)
+DENSE_ROWS = (16, 64, 256)
 WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "": {},
     "float32 ": {"dtype": "float32"},
@@ -273,6 +306,15 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "plain product int4 x 16": functools.partial(product, rows=16, is_plain=True),
     "plain product int8 x 16": functools.partial(product, rows=16, bits=8, is_plain=True),
     "product int8 x 16 per channel": functools.partial(product, rows=16, bits=8, group_size=4096),
+    **{
+        f"dense {'x'.join(map(str, sizes))} x {rows}{name}": functools.partial(
+            dense_product, rows=rows, sizes=sizes, dtype=dtype
+        )
+        for sizes in DENSE_WEIGHTS
+        for name, dtype in (("", "bfloat16"), (" int8", "int8"), (" fp8", "float8_e4m3fn"))
+        for rows in DENSE_ROWS
+        if dtype == "bfloat16" or sizes == DENSE_WEIGHTS[2]
+    },
     **{
         f"experts {name}{step}": functools.partial(experts, rows=8 * num_tokens, **weights)
         for name, weights in WEIGHTS_OF_EXPERTS.items()

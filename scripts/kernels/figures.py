@@ -21,6 +21,7 @@ from scripts.kernels.compilers import Case, axes_of
 from scripts.kernels.tpu_schedule import schedule_figures
 
 CUBLAS = "cuBLASLt"
+DENSE = "dense_product"
 
 
 def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
@@ -36,13 +37,14 @@ def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, A
         launches = (*compiled.launches, *gpu_compiler.mosaic_launches(Path(folder)))
     compiled = dataclasses.replace(compiled, launches=launches)
     gpu, text = gpu_compiler.GPUS[device], compiled.program.as_text() or ""
+    dense = len(compiled.kernels(DENSE))
     copied = {"copied_weights": copied_weights(text, case.arguments["params"])} if "params" in case.arguments else {}
     return {
         **memory_figures(compiled.program, case.cache),
         **copied,
         "num_launches": len(compiled.launches) + products(text).get(CUBLAS, 0),
         "spilling": sorted({launch.name for launch in compiled.launches if launch.spill_bytes}),
-        "products": products(text),
+        "products": {**products(text), **({DENSE: dense} if dense else {})},
         **control_flow(text),
         "seconds": round(compiled.seconds, 2),
         "processor_seconds": round(compiled.processor_seconds, 2),
@@ -72,7 +74,7 @@ def control_flow(hlo: str) -> dict[str, Any]:
 
 
 def products(hlo: str) -> dict[str, int]:
-    """Returns the numbers of the products of a program for GPUs, by the way they are computed.
+    """Returns the numbers of XLA's products in a program for GPUs, by the way they are computed.
 
     That is CUBLAS, or the tile of Triton as sizes of the result, the inputs and the stages: "16x64x128x3".
     """

@@ -7,7 +7,7 @@ GPU at hand is measured instead. (Of a GPU's candidates the compiler can say no 
 decodes fastest is written to kernels_pallas/paged_attention/tuned. For prefill (`--kernel ragged`) on TPU the ranking
 is printed, to hold the rules of `block_sizes.py` against: no table beats them. On a GPU, with `--by-time`, it compares
 Triton's kernel with Mosaic's where that can run, and writes the faster one to the same table. `--kernel product` ranks
-the tiles of XLA's own products there.
+the tiles of dense products there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from scripts.kernels.compile_matrix import compile_for, mesh_of
 from scripts.kernels.compilers import Case, print_figures
 from scripts.kernels.figures import compile_on_tpu
 from scripts.kernels.ratings import CHIPS, PAGE_SIZE, bundles_of_turn, rate_decode, rate_ragged
-from scripts.kernels.tuning_candidates import PAGE_DTYPES, PRODUCT_WEIGHTS, candidates, make_case, shapes
+from scripts.kernels.tuning_candidates import PAGE_DTYPES, candidates, make_case, shapes
 
 # What the compiler's figures rate a choice by: how many times as long as reading, or the matrix units' work, it takes.
 RATINGS = {"decode": "times_reading", "ragged": "times_computing"}
@@ -68,30 +69,30 @@ def seconds_of(case: Case) -> float:
     return device_seconds(lambda arguments: case.function(**arguments)[0], [(arguments,)]).seconds
 
 
-def seconds_of_products(shape: dict[str, Any], choice: dict[str, Any]) -> float:
-    """Returns the device's seconds for the products of PRODUCT_WEIGHTS in one tile of XLA's, weights read from memory.
+def seconds_of_product(shape: dict[str, Any], choice: dict[str, Any]) -> float:
+    """Returns the device's seconds for a dense product in a tile, whose weights are read from memory.
 
-    Raises AssertionError if a product is wrong: each adds ones, so it is the number of inputs.
+    Raises AssertionError if it is wrong: it multiplies ones, so each part is the number of inputs.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from kernels_pallas.gpu_products import ProductTile, tiled_options
+    from kernels_pallas.gpu_products.product import multiply
+    from kernels_pallas.gpu_products.tiles import ProductTile
     from scripts.kernels.on_device.timer import device_seconds
 
-    def multiply(rows: Any, *weights: Any) -> list[Any]:
-        return [jnp.einsum("td,fd->tf", rows, w, preferred_element_type=jnp.float32) for w in weights]
+    parts, inputs = shape["parts"], shape["inputs"]
+    sizes, tile = (parts, shape["channels"], inputs), ProductTile(**{"block_rows": shape["block_rows"], **choice})
+    combine = None if parts == 1 else jnp.add
 
-    seconds, options = 0.0, dict(tiled_options(ProductTile(**choice)))
-    for inputs, channels in PRODUCT_WEIGHTS:
-        copies = max(LARGEST_CACHE // (2 * inputs * sum(channels)), 1)
-        rows = jnp.ones((shape["rows"], inputs), jnp.bfloat16)
-        sets = [(rows, *(jnp.ones((count, inputs), jnp.bfloat16) for count in channels)) for _ in range(copies)]
-        for product in jax.jit(multiply, compiler_options=options)(*sets[0]):
-            np.testing.assert_array_equal(product, inputs)
-        seconds += device_seconds(multiply, sets, options=options).seconds
-    return seconds
+    def product(rows: Any, weights: Any) -> Any:
+        return multiply(rows, weights, None, jnp.float32, combine, False, tile, jax.default_backend() == "cpu")
+
+    rows = jnp.ones((shape["rows"], inputs), jnp.bfloat16)
+    sets = [(rows, jnp.ones(sizes, jnp.bfloat16)) for _ in range(LARGEST_CACHE // (2 * math.prod(sizes)) + 1)]
+    np.testing.assert_array_equal(jax.jit(product)(*sets[0]), parts * inputs)
+    return device_seconds(product, sets).seconds
 
 
 def result_of(case: Case) -> Any:
@@ -145,7 +146,7 @@ def rate_by_time(device: str, kernel: str) -> list[list[dict[str, Any]]]:
         for choice in candidates(device, shape):
             try:
                 if kernel == "product":
-                    rated[-1].append({**choice, "seconds": seconds_of_products(shape, choice)})
+                    rated[-1].append({**choice, "seconds": seconds_of_product(shape, choice)})
                     continue
                 case = make_case(json.dumps([device, shape, choice]), mesh)
                 if "prefill" in choice:  # kernels of their own; the first of them has been held against NumPy
@@ -213,7 +214,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", choices=CHIPS, default=list(CHIPS))
     kinds = (*PAGE_DTYPES, "product")
-    parser.add_argument("--kernel", choices=kinds, default="decode", help="ragged is prefill, product XLA's on a GPU")
+    parser.add_argument(
+        "--kernel", choices=kinds, default="decode", help="ragged is prefill, product a dense one on a GPU"
+    )
     parser.add_argument("--by-time", action="store_true", help="measure the TPU or GPU at hand")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)

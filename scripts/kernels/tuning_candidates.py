@@ -26,18 +26,19 @@ PREFILL_ROWS, PREFILL_TOKENS = 4, 4096
 SHAPES = ((32, 8, 128), (4, 1, 128), (8, 1, 128), (28, 4, 128), (32, 8, 64))
 # The dtype of pages hardly matters to prefill, which does not wait for them.
 PAGE_DTYPES = {"decode": ("bfloat16", "int8", "float8_e4m3fn"), "ragged": ("bfloat16",)}
-# Inputs and channels of the weights that share their rows in XLA's products: q, k, v, then gate and up, then down of
-# Llama 3 8B; gate and up of Qwen3 0.6B.
-PRODUCT_WEIGHTS = ((4096, (4096, 1024, 1024)), (4096, (14336, 14336)), (14336, (4096,)), (1024, (3072, 3072)))
-TILES = {"block_m": (32, 64, 128), "block_n": (16, 32, 64), "block_k": (64, 128), "num_stages": (3, 4, 5)}
+TILES = {"block_channels": (16, 32, 64), "block_inputs": (64, 128), "num_stages": (3, 4, 6, 8)}
 
 
 def shapes(kernel: str = "decode") -> list[dict[str, Any]]:
     """Returns what there is to tune for, by the fields that an entry of a table has for it."""
     if kernel == "product":
-        from kernels_pallas.gpu_products import TABLE_ROWS
+        from kernels_pallas.paged_attention.tuned_tables import PRODUCT_KEYS
 
-        return [{"kernel": kernel, "rows": rows, "itemsize": 2} for rows in TABLE_ROWS]
+        return [
+            {"kernel": kernel, "rows": rows, **dict(zip(PRODUCT_KEYS, (min(rows, 128), 2, *sizes), strict=True))}
+            for sizes in compile_gpu.DENSE_WEIGHTS
+            for rows in compile_gpu.DENSE_ROWS
+        ]
     return [
         {"kernel": kernel, "page_dtype": dtype, "num_kv_heads": K, "head_dim": H, "num_groups": N // K}
         for N, K, H in SHAPES
@@ -55,7 +56,7 @@ def candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, Any]
         yield from ({"prefill": name} for name in PREFILL_KERNELS)
     elif shape["kernel"] == "product":
         for values in itertools.product(*TILES.values()):
-            yield dict(zip(TILES, values, strict=True)) | {"num_warps": 8 if values[0] == 128 else 4}
+            yield dict(zip(TILES, values, strict=True)) | {"num_warps": 4}
     else:
         for values in itertools.product(*GPU_CHOICES.values()):
             yield dict(zip(GPU_CHOICES, values, strict=True))

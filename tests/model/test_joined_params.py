@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.orbax import restore_params, save_params
 from jaxinfer.gguf.blocks import BLOCK_TYPES
+from jaxinfer.model.components import layers
 from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.components.mlp import MLPParams
 from jaxinfer.model.config import ModelConfig, uniform_decoder
@@ -27,6 +28,8 @@ from jaxinfer.quantization import PackedBlocks
 from jaxinfer.quantization.activations import Activations
 from jaxinfer.quantization.quantized_array import QuantizedArray
 from jaxinfer.steps.log_probs import log_probs
+from kernels_pallas.gpu_products import multiply
+from kernels_pallas.gpu_products.tiles import ProductTile
 from tests.oracles import CONFIGS, random_config
 from tests.replay import lively_params
 
@@ -119,6 +122,37 @@ def test_packed_weights_are_joined_as_they_lie(name):
     np.testing.assert_allclose(compute(joined), compute(packed), rtol=1e-5, atol=1e-5)
     from_joined = PACKED_MODELS[name](join_products(lively_params(CONFIG), CONFIG))
     jax.tree.map(np.testing.assert_array_equal, from_joined, packed)
+
+
+FOR_KERNEL: dict[str, Any] = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "vocab_size": 70}
+TILE = ProductTile(block_channels=32, block_rows=16, block_inputs=32, num_stages=3, num_warps=4)
+
+
+@pytest.mark.parametrize("name", ["plain", "with biases", "int8"])
+def test_the_kernel_of_a_gpu_computes_a_joined_model_by_four_launches_a_layer(monkeypatch, name):
+    """Interpreted, in float32. Gate and up meet in one launch, unless biases are between."""
+    config = uniform_decoder(**FOR_KERNEL, has_mlp_bias=name == "with biases")
+    params = lively_params(config)
+    params = quantize_params(params, config) if name == "int8" else params
+    tokens = jnp.arange(2 * 9).reshape(2, 9) % 50 + 2
+    expected = log_probs(params, tokens, config=config)
+    launches = []
+
+    def multiply_interpreted(x, weights, scales=None, dtype=jnp.float32, combine=None):
+        launches.append((weights.shape, combine is not None))
+        return multiply(x, weights, scales, dtype, combine, False, TILE, True)
+
+    monkeypatch.setattr(layers, "can_multiply", lambda x, weights, scales=None: True)
+    monkeypatch.setattr(layers, "multiply_on_gpu", multiply_interpreted)
+    jax.clear_caches()  # of groups of layers that were traced without the kernel
+    found = log_probs(join_products(copied(params), config), tokens, config=config)
+    jax.clear_caches()
+
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    (widths,) = {shape[-1] for shape, combined in launches if combined} or {None}
+    assert widths == (None if name == "with biases" else 64)
+    # Layers of equal shapes are traced once.
+    assert len([shape for shape, _ in launches if shape[0] != FOR_KERNEL["vocab_size"]]) == 4
 
 
 def mlp_of(**weights: Any) -> tuple[Params, ModelConfig]:

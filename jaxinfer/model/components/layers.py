@@ -26,6 +26,8 @@ from jaxinfer.quantization.quantized_array import SplitPlanes
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.device_sums import sum_over_devices
+from kernels_pallas.gpu_products import can_multiply
+from kernels_pallas.gpu_products import multiply as multiply_on_gpu
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
 from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul, split_groups
 from kernels_pallas.row_products import rounded, row_sum, rows_by_integers, rows_by_packed, rows_by_weights
@@ -93,11 +95,43 @@ def product_in_dtype(x: jax.Array, w: Weights, tokens: StepTokens | None, input_
     return _product_of_array(x, w, tokens, input_units, x.dtype)
 
 
+def combined_product(
+    x: jax.Array, w: Weights, tokens: StepTokens, num_parts: int, combine: Callable[..., jax.Array]
+) -> jax.Array | None:
+    """Returns combine(*parts) [T, F] in x's dtype for products of x [T, D] by P parts of w [1, P F, D], in one launch.
+
+    None if there is no such launch for them. `combine` is a function of P arrays of products in float32, as rounded to x's dtype.
+    """
+    values, scales = _by_channel(w) if isinstance(w, QuantizedArray) else (w, None)
+    if not isinstance(values, jax.Array) or values.shape[0] != 1:
+        return None
+    if _is_for_compiler(tokens.is_split) or not can_multiply(x, values, scales):
+        return None
+    values, scales = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[-1]), (values, scales))
+    return multiply_on_gpu(x, values, scales, x.dtype, combine)
+
+
+def _by_channel(w: QuantizedArray) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the numbers and scales of weights with a scale per channel and nothing else; None for others."""
+    own = w.with_wide_scales()
+    others = own.zeros, own.order, own.bits, own.activations, own.multiplier, own.layer
+    is_plain = own.scales.shape[-1] == 1 and all(other is None for other in others)
+    return (own.values, own.scales) if is_plain else (None, None)
+
+
+def _is_for_compiler(is_split: bool) -> bool:
+    """Returns whether XLA splits a product over devices; in a shard_map each has an array of its own."""
+    return is_split and not jax.sharding.get_abstract_mesh().manual_axes
+
+
 def _product_of_array(
     x: jax.Array, w: jax.Array, tokens: StepTokens | None, input_units: int, dtype: Any = jnp.float32
 ) -> jax.Array:
     def multiply(x: jax.Array, w: jax.Array, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
-        return rows_by_weights(x, w.reshape(-1, w.shape[-1]), num_rows, is_split=is_split, dtype=dtype)
+        w = w.reshape(-1, w.shape[-1])
+        if tokens is not None and not _is_for_compiler(is_split) and can_multiply(x, w):
+            return multiply_on_gpu(x, w, None, dtype)
+        return rows_by_weights(x, w, num_rows, is_split=is_split, dtype=dtype)
 
     return _product_over_devices(multiply, x, w, tokens, input_units)
 
@@ -196,8 +230,7 @@ def _in_order(x: jax.Array, w: QuantizedArray) -> tuple[jax.Array, QuantizedArra
 
 def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels; `is_split` as in `StepTokens`."""
-    # In a shard_map each device has an array of its own, which XLA does not split.
-    is_split = is_split and not jax.sharding.get_abstract_mesh().manual_axes
+    is_split = _is_for_compiler(is_split)
     x, w = _in_order(x, w)
     is_whole = w.multiplier is None and w.activations is None and w.bits is None
     if w.layer is not None and w.has_shared_scales and is_whole:  # those of the layer alone
@@ -238,7 +271,10 @@ def _by_own_integers(
 ) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], the parts of weights of F channels as `rows_by_integers` takes them."""
     is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8:
+    is_by_channel = scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None
+    if is_by_channel and not is_split and can_multiply(x, values, scales):
+        return multiply_on_gpu(x, values, scales)
+    if is_by_channel and not is_fp8:
         # Compilers fuse the conversion of integers.
         return rows_by_integers(x, values, scales, None, num_rows)
     return jax.lax.platform_dependent(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from jaxinfer.model.components.layers import (
     UNGATED_ACTIVATIONS,
     MakeSpec,
     TensorSpec,
+    combined_product,
     linear,
     linears,
     scaled,
@@ -88,10 +91,28 @@ def hidden_sizes(config: MLP) -> dict[str, int]:
 
 def mlp(params: MLPParams, x: jax.Array, tokens: StepTokens, *, config: MLP) -> jax.Array:
     """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
-    up, *gate = linears(x, params, hidden_sizes(config), params.up_gate, tokens)
-    hidden, F = activate(gate[0] if gate else None, up, config=config), config.intermediate_size
-    y = linear(hidden, params.down, params.down_bias, tokens, input_units=F)
+    hidden = _in_one(params, x, tokens, config)
+    if hidden is None:
+        up, *gate = linears(x, params, hidden_sizes(config), params.up_gate, tokens)
+        hidden = activate(gate[0] if gate else None, up, config=config)
+    y = linear(hidden, params.down, params.down_bias, tokens, input_units=config.intermediate_size)
     return scaled(y, config.output_scale)
+
+
+def _in_one(params: MLPParams, x: jax.Array, tokens: StepTokens, config: MLP) -> jax.Array | None:
+    """Returns the numbers [T, F] between up and down by one launch of a GPU, None if it takes several.
+
+    Biases, a scale, and adapters, which change the products, take several.
+    """
+    between = (params.up, params.gate, params.up_bias, params.gate_bias)
+    if params.up_gate is None or not config.is_gated or config.gate_scale != 1.0 or any(a is not None for a in between):
+        return None
+    return combined_product(x, params.up_gate, tokens, 2, _gated(config.activation))
+
+
+@functools.cache
+def _gated(activation: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda up, gate: ACTIVATIONS[activation](gate, up)
 
 
 def activate(gate: jax.Array | None, up: jax.Array, *, config: MLP) -> jax.Array:

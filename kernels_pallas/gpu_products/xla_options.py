@@ -1,4 +1,4 @@
-"""How XLA multiplies on a GPU: few rows by Triton in a tile of ours, many by cuBLASLt, and nothing is measured.
+"""How XLA multiplies on a GPU what no kernel does: few rows in a tile of ours, many by cuBLASLt; nothing is measured.
 
 By default XLA compiles 25 candidates for each product and measures them on the device. On an H200 that took most of a
 start, and programs differed from start to start. With these options of a compilation a program depends on the kind of
@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kernels_pallas.device import AMPERE, HOPPER, device_at_hand
-from kernels_pallas.paged_attention.tuned_tables import table_name, tuned_products
+from kernels_pallas.device import HOPPER, device_at_hand
+from kernels_pallas.gpu_products.tiles import shared_bytes
 
 # Rows up to which a product waits for its weights. More rows are left to cuBLASLt: on an H200 a plain product of 2,048
 # rows reached 840 TFLOP/s by it, and those of a step in Triton's tiles 558 (jax 0.11.2).
 MAX_TILED_ROWS = 256
-TABLE_ROWS = (16, 64, MAX_TILED_ROWS)  # by which a table has a tile: the most rows of a product
-# Shared memory of a program in bytes, by the least compute capability that has it, highest first.
-SHARED_BYTES = {12.0: 101_376, HOPPER: 232_448, 8.6: 101_376, AMPERE: 166_912}
+TILE_ROWS = (16, 64, MAX_TILED_ROWS)  # by which there is a tile: the most rows of a product
 # XLA joins up to three products of the same rows whose weights lie apart, such as those of draft heads. Then it holds a
 # block of each one's operands.
 JOINED = 3
@@ -36,7 +34,7 @@ UNTUNED: Mapping[str, Any] = {
 }
 
 
-class ProductTile(NamedTuple):
+class XlaTile(NamedTuple):
     """A tile of XLA's Triton products, by XLA's names; it decides itself whether m or n counts the rows."""
 
     block_m: int
@@ -46,32 +44,24 @@ class ProductTile(NamedTuple):
     num_warps: int
 
 
-def product_tile(kind: str, capability: float, num_rows: int, itemsize: int) -> ProductTile:
+def xla_tile(capability: float, num_rows: int, itemsize: int) -> XlaTile:
     """Returns the tile for products of up to `num_rows` rows, at most MAX_TILED_ROWS, on a GPU since Ampere.
 
-    It is that of the device's table if there is one, else by rules: the longest block of inputs of which three fit into
-    shared memory. `itemsize`: bytes of an element of the weights.
+    It has the longest block of inputs of which three fit into shared memory. `itemsize`: bytes of an element of the
+    weights.
     """
-    rows = rows_of_table(num_rows)
-    if (tuned := tuned_products(table_name(kind)).get((rows, itemsize))) is not None:
-        return ProductTile(*(tuned[name] for name in ProductTile._fields))
+    rows = min(rows for rows in TILE_ROWS if num_rows <= rows)
     block_m, block_n = 128 if rows == MAX_TILED_ROWS else 64, min(rows, 64)
     block_k = 128
     while block_k > 16 and fitting_stages(capability, block_m, block_n, block_k, itemsize) < 3:
         block_k //= 2
     stages = fitting_stages(capability, block_m, block_n, block_k, itemsize)
-    return ProductTile(block_m, block_n, block_k, max(min(stages, NUM_STAGES), 1), 4)
-
-
-def rows_of_table(num_rows: int) -> int:
-    """Returns the first of TABLE_ROWS that holds `num_rows`, at most MAX_TILED_ROWS."""
-    return min(rows for rows in TABLE_ROWS if num_rows <= rows)
+    return XlaTile(block_m, block_n, block_k, max(min(stages, NUM_STAGES), 1), 4)
 
 
 def fitting_stages(capability: float, block_m: int, block_n: int, block_k: int, itemsize: int) -> int:
     """Returns the most stages of a tile for which shared memory has room, with JOINED products in one program."""
-    shared = next(size for least, size in SHARED_BYTES.items() if capability >= least)
-    stages = shared // (JOINED * (block_m + block_n) * block_k * itemsize)
+    stages = shared_bytes(capability) // (JOINED * (block_m + block_n) * block_k * itemsize)
     return stages if capability >= HOPPER else stages + 1  # before, the block in use has left shared memory
 
 
@@ -93,7 +83,7 @@ def compiler_options(num_rows: int, itemsize: int) -> Mapping[str, Any]:
         passes = f"{UNTUNED[PASSES]},dot-merger"
         return {**UNTUNED, "xla_gpu_enable_triton_gemm": False, PASSES: passes}
     rows = min(num_rows, MAX_TILED_ROWS)
-    return tiled_options(product_tile(device.kind, device.capability, rows, max(itemsize, 2)))
+    return tiled_options(xla_tile(device.capability, rows, max(itemsize, 2)))
 
 
 def weight_itemsize(weights: Any) -> int:
@@ -104,7 +94,7 @@ def weight_itemsize(weights: Any) -> int:
     return max(sizes, key=lambda dtype: sizes[dtype]).itemsize if sizes else 4
 
 
-def tiled_options(tile: ProductTile) -> Mapping[str, Any]:
+def tiled_options(tile: XlaTile) -> Mapping[str, Any]:
     """Returns the options by which XLA computes every product of a function in this tile."""
     text = " ".join(f"{name}:{value}" for name, value in (*tile._asdict().items(), ("num_ctas", 1)))
     return {**UNTUNED, "xla_gpu_override_gemm_autotuner": text, "xla_gpu_cublas_fallback": False}

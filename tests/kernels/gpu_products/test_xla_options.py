@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
-import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import gpu_products
 from kernels_pallas.device import Device
 from kernels_pallas.gpu_compiler import GPUS
-from kernels_pallas.gpu_products import PASSES, UNTUNED, compiler_options, product_tile, weight_itemsize
-from kernels_pallas.paged_attention import tuned_tables
-from scripts.kernels import tune, tuning_candidates
+from kernels_pallas.gpu_products import PASSES, compiler_options, weight_itemsize, xla_options
+from kernels_pallas.gpu_products.xla_options import UNTUNED, xla_tile
 from scripts.kernels.figures import products
 
 AMPERE_ON = {name: gpu for name, gpu in GPUS.items() if name != "T4"}
@@ -22,7 +17,7 @@ CAPABILITY = {"A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
 
 def compile_on(monkeypatch, kind, capability, platform="gpu"):
     device = Device(kind, platform, 132, capability)
-    monkeypatch.setattr(gpu_products, "device_at_hand", lambda: device)
+    monkeypatch.setattr(xla_options, "device_at_hand", lambda: device)
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -31,7 +26,7 @@ def compile_on(monkeypatch, kind, capability, platform="gpu"):
 def test_three_products_of_the_same_rows_in_one_program_have_room_in_shared_memory(name, num_rows, itemsize):
     gpu = GPUS[name]
 
-    tile = product_tile(gpu.kind, CAPABILITY[name], num_rows, itemsize)
+    tile = xla_tile(CAPABILITY[name], num_rows, itemsize)
 
     held = tile.num_stages - (0 if CAPABILITY[name] >= 9 else 1)
     needed = 3 * held * (tile.block_m + tile.block_n) * tile.block_k * itemsize
@@ -83,67 +78,6 @@ def test_other_devices_have_no_such_options(monkeypatch, platform):
     compile_on(monkeypatch, "some device", None, platform)
 
     assert compiler_options(8, 2) == {}
-
-
-@pytest.fixture
-def tables(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
-    tuned_tables.tuned_products.cache_clear()
-    tuned_tables.tuned_table.cache_clear()
-    yield tmp_path
-    tuned_tables.tuned_products.cache_clear()
-    tuned_tables.tuned_table.cache_clear()
-
-
-def test_a_table_of_the_kind_of_gpu_comes_before_the_rules_for_its_rows_and_weights_alone(tables):
-    tile = {"block_m": 128, "block_n": 32, "block_k": 32, "num_stages": 5, "num_warps": 8}
-    entry = {"kernel": "product", "rows": 64, "itemsize": 2, **tile, "seconds": 1e-3}
-    (tables / "gpu_nvidia_h200.json").write_text(json.dumps({"entries": [entry]}))
-
-    def tiles(kind):
-        return [
-            product_tile(kind, 9.0, num_rows, itemsize)._asdict()
-            for num_rows in (16, 17, 64, 65)
-            for itemsize in (2, 4)
-        ]
-
-    changed = [
-        of_table != by_rule for of_table, by_rule in zip(tiles("NVIDIA H200"), tiles("NVIDIA H100"), strict=True)
-    ]
-    assert changed == [False, False, True, False, True, False, False, False]
-    assert tiles("NVIDIA H200")[2] == tile
-
-
-def test_tiles_are_ranked_by_time_and_written_beside_the_kernels_entries(monkeypatch, tables):
-    """No tile changes a product on a CPU, so here the one that is compiled first may win or not."""
-    other = {"kernel": "decode", "page_dtype": "int8", "num_kv_heads": 1, "head_dim": 128, "num_groups": 4}
-    path = tables / f"{tuned_tables.table_name(jax.devices()[0].device_kind)}.json"
-    path.write_text(json.dumps({"entries": [other]}))
-    monkeypatch.setattr(tune, "PRODUCT_WEIGHTS", ((16, (8, 4)), (8, (16,))))
-    monkeypatch.setattr(tune, "LARGEST_CACHE", 1000)
-    monkeypatch.setattr(
-        tuning_candidates, "TILES", {"block_m": (32, 128), "block_n": (16,), "block_k": (64,), "num_stages": (3,)}
-    )
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("sys.argv", ["tune.py", "--by-time", "--kernel", "product"])
-
-    tune.main()
-
-    kept, *tiles = json.loads(path.read_text())["entries"]
-    assert kept == other
-    assert [(tile["rows"], tile["itemsize"]) for tile in tiles] == [(16, 2), (64, 2), (256, 2)]
-    assert all(tile["block_m"] in (32, 128) and tile["seconds"] > 0 for tile in tiles)
-    tuned_tables.tuned_products.cache_clear()
-    assert tuned_tables.tuned_products(path.stem)[16, 2] == tiles[0]
-
-
-def test_tiles_are_measured_and_never_rated_by_a_compiler(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["tune.py", "--kernel", "product"])
-
-    with pytest.raises(SystemExit):
-        tune.main()
-
-    assert "--kernel product needs --by-time" in capsys.readouterr().err
 
 
 TRITON = (
