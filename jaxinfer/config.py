@@ -144,6 +144,9 @@ class EngineConfig:
       run in 5 ms. More than 1 excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit. If others fill the queue, a tenant
       with fewer than its fair share may still queue; at most twice the number waits then.
+    * `exact`: a GPU adds up in one order, so that the bits of a token's result do not depend on the requests, chunks and
+      drafts that are computed beside it. It costs time. A CPU does so always. Refused where it is not built: on TPU,
+      on GPUs before Ampere, over several devices, and for what docs/kernels.md lists.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
     * `parallelism`: the devices that compute the model, as a `Parallelism`: of this process, or all devices of all
@@ -224,6 +227,7 @@ class EngineConfig:
     ttft_target: float | None = None
     tpot_target: float | None = None
     quantization: str | None = None
+    exact: bool = False
     attention: str | None = None
     max_adapters: int = 0
     max_adapter_rank: int = 16
@@ -269,6 +273,7 @@ class EngineConfig:
         require_int("max_drafts", self.max_drafts, 1, 15)
         require_bool("adaptive_drafts", self.adaptive_drafts)
         require_bool("draft_trees", self.draft_trees)
+        require_bool("exact", self.exact)
         for name in ("ttft_target", "tpot_target"):
             if getattr(self, name) is not None:
                 require_real(name, getattr(self, name), 0.0)

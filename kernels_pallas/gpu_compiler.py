@@ -69,6 +69,7 @@ GPUS: Mapping[str, Gpu] = {
     ),
 }
 REGISTERS_PER_CORE = 65536
+OPERANDS = {"bf16", "f16", "tf32", "e4m3", "s8"}  # of matrix products, by PTX's names
 PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 
@@ -83,6 +84,8 @@ class Launch(NamedTuple):
     spill_bytes: int  # stored per thread
     # Asynchronous copies that no innermost loop waits for; None if no such loop copies so.
     loads_ahead: int | None = None
+    # Matrix products of its PTX without the number of rows, which decide by what steps a result is added up.
+    instructions: tuple[str, ...] = ()
     # Instructions of Hopper, in kernels of Pallas' Mosaic GPU alone.
     tensor_copies: int = 0
     warpgroup_products: int = 0
@@ -150,12 +153,13 @@ def compile_for(
 
 def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
     """Reads XLA's list of launches, and from ptxas what each kernel takes."""
-    usage, ahead = {}, {}
+    usage, ahead, instructions = {}, {}, {}
     for ptx in folder.glob("*.ptx"):
         entries = ptx.read_text().split(".entry ")[1:]
         if not entries:
             continue  # constants alone
         ahead |= {entry[: entry.index("(")]: loads_ahead(entry) for entry in entries}
+        instructions |= {entry[: entry.index("(")]: matrix_instructions(entry) for entry in entries}
         command = [str(_ptxas()), "-v", f"-arch={arch}", str(ptx), "-o", os.devnull]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for entry in log.split("Compiling entry function '")[1:]:
@@ -171,7 +175,8 @@ def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
             if kernel not in usage:
                 raise RuntimeError(f"XLA has written no PTX of kernel {kernel!r}, so what it needs is not known")
             registers, spill_bytes = usage[kernel]
-            launches.append(Launch(kernel, grid, threads, int(shared), registers, spill_bytes, ahead[kernel]))
+            read = registers, spill_bytes, ahead[kernel], instructions[kernel]
+            launches.append(Launch(kernel, grid, threads, int(shared), *read))
     return tuple(launches)
 
 
@@ -195,6 +200,15 @@ def mosaic_launches(folder: Path) -> list[Launch]:
         }
         launches.append(Launch(name, grid, threads, int(launch[3]), int(registers), int(spill_bytes), **counts))
     return launches
+
+
+def matrix_instructions(entry: str) -> tuple[str, ...]:
+    """Returns the matrix products of a PTX entry, each kind once: "wgmma m64 k16 bf16", "mma m16 k16 f16"."""
+    found = re.findall(r"(wgmma\.mma_async|mma)\.sync\.aligned\.(m\d+)n\d+(k\d+)\.(\S+)", entry)
+    kinds = {
+        (name.split(".")[0], m, k, min(set(types.split(".")) & OPERANDS, default="?")) for name, m, k, types in found
+    }
+    return tuple(sorted(" ".join(kind) for kind in kinds))
 
 
 def loads_ahead(entry: str) -> int | None:

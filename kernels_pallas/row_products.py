@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.device import device_at_hand
+from kernels_pallas.exact_sums import sum_rows, sums_are_exact
 from kernels_pallas.quantized_matmul.reference import dequantize, whole_zeros, wide_scales
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
@@ -387,10 +388,7 @@ def _transposed_product(x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) ->
 
 
 def _product_at_once(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Returns x wᵀ [T, F] in one product, which has two rows at least on a GPU before Ampere.
-
-    The compiler multiplies a single row of float16 as a vector there, and writes all weights in float32 before.
-    """
+    """Returns x wᵀ [T, F] in one product; of two rows at least before Ampere, where one makes XLA widen all weights."""
     T = x.shape[0]
     if T == 1 and x.dtype == jnp.float16 and device_at_hand().is_before_ampere:
         x = jnp.pad(x, ((0, 1), (0, 0)))
@@ -473,10 +471,10 @@ def trial_operands(form: str, num_rows: int, A: int, B: int, dtype: Any) -> tupl
 def row_sum(x: jax.Array) -> jax.Array:
     """Returns `x.sum(-1)`, on CPU added up in a fixed tree, so that a row has the same sum in any batch.
 
-    There `x.sum(-1)` is vectorised differently with the number of rows, and then rounds differently. Elsewhere products
-    of matrices depend on the batch already, and the tree would be written to memory level by level.
+    There `x.sum(-1)` is vectorised differently with the number of rows, and then rounds differently. Elsewhere the tree
+    would be written to memory level by level; a GPU has a kernel for it, which is used if sums must be exact.
     """
-    return jax.lax.platform_dependent(x, cpu=_tree_sum, default=lambda x: x.sum(-1))
+    return jax.lax.platform_dependent(x, cpu=_tree_sum, default=sum_rows if sums_are_exact() else lambda x: x.sum(-1))
 
 
 def row_max(x: jax.Array) -> jax.Array:

@@ -65,6 +65,7 @@ HELP = {
         "replicas": "copies of the model, each on devices of its own, with one queue; auto: as many as there are"
         " devices for",
         "prefill": "first copies of the model that only prefill, for the others, which then only decode",
+        "exact": "on a GPU too, a token's bits do not depend on what is computed beside it; slower",
         "attention": "reference: attention in plain JAX, slow on a GPU or TPU, for what their kernels refuse",
         "max_model_len": "most tokens of prompt and output together",
         "num_sink_tokens": "first tokens that longer requests see beside the last ones; without it there are none",

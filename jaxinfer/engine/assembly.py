@@ -20,7 +20,7 @@ from jaxinfer.checkpoint.adapters import read_adapter
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.device import idle_accelerators
 from jaxinfer.display.progress import write_line
-from jaxinfer.engine.device_choice import chosen_parallelism, memory_question
+from jaxinfer.engine.device_choice import chosen_parallelism, memory_question, refuse_exact
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
@@ -96,6 +96,7 @@ def build_engine(
     speculates = speculation is not None
     config = replace(config, parallelism=chosen_parallelism(checkpoint, config, dtype, devices, speculates=speculates))
     placements = Placement.of_replicas(checkpoint.config, config.parallelism, devices)
+    refuse_exact(config, dtype, placements[0])
     if len(placements) > 1 and speculation is not None:
         raise ValueError(
             f"speculation={shown(speculation)} drafts for one replica, and EngineConfig.parallelism has"

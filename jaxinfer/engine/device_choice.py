@@ -18,6 +18,7 @@ from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_dev
 from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.limits import pages_of_row, plan_limit, plan_memory
 from jaxinfer.plan.memory import num_bytes
+from kernels_pallas.device import AMPERE, device_at_hand
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,32 @@ def fewest_devices(checkpoint: Checkpoint, config: EngineConfig, dtype: str, *, 
             return None if split == Parallelism() else split
     logger.warning("no split over the devices of this process holds the model; of %s: %s", splits[-1], refusal)
     return None
+
+
+def refuse_exact(config: EngineConfig, dtype: str, placement: Placement) -> None:
+    """Raises ValueError if `EngineConfig.exact` is wanted of a device, or beside an option, for which it is not built.
+
+    What a model is made of refuses when its steps are traced, see `refuse_if_exact`.
+    """
+    device = device_at_hand()
+    if not config.exact or device.platform == "cpu":
+        return
+    refused = {
+        f"device {device.kind!r}": device.platform != "gpu" or (device.capability or 0.0) < AMPERE,
+        f"{placement.num_devices} devices": placement.num_devices > 1,
+        f"dtype={dtype}": dtype == "float32",
+        f"quantization={config.quantization!r}": config.quantization is not None,
+        f"cache_dtype={config.cache_dtype!r}": config.cache_dtype is not None,
+        f"attention={config.attention!r}": config.attention is not None,
+        f"max_adapters={config.max_adapters}": config.max_adapters > 0,
+        f"draft_trees={config.draft_trees}": config.draft_trees,
+    }
+    for what, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(
+                f"exact=True is not built for {what}: it takes one NVIDIA GPU since Ampere, bfloat16 or float16, and"
+                " plain weights and pages; leave out EngineConfig.exact or that"
+            )
 
 
 def chosen_parallelism(

@@ -185,12 +185,14 @@ def step_call(
     form: str = "plain",
     max_log_probs: int = 0,
     sampling_log_probs: bool = False,
+    exact: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns a jitted step of a model, split over a whole mesh if there is one, and its arguments as shapes.
 
     `step` is its name in `jaxinfer.steps.steps`. With a `tree_q_len` it verifies trees of that many tokens; with a
     `mixed_q_len`, drafts beside rows that prefill. A decode loop has `loop_steps`. Steps that verify nothing draw in a
     `form`, and give `sampling_log_probs` if asked. In the full form they give up to `max_log_probs` alternatives.
+    `exact` is that of `StepOptions`.
     Weights are in `dtype`, except those that a `quantization` quantizes; or as those that are given as shapes.
     """
     config, placement = over_mesh(config, mesh), Placement(mesh)
@@ -216,6 +218,7 @@ def step_call(
         host["num_drafts"] = jax.ShapeDtypeStruct((num_rows,), "int32")
     if loop_steps:
         host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
+    statics |= {"exact": exact}
     pages = placement.cache(config, abstract_cache(config, cache, layout))
     weights = placement.params(config, weights)
     weights = join_products(weights, config) if layout == "gpu" else weights

@@ -21,6 +21,7 @@ from jaxinfer.model.decoder import is_split, logits_sharding
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import when_used
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, Form
+from kernels_pallas.exact_sums import highest_enough, sums_are_exact
 from kernels_pallas.row_products import row_sum
 
 T = TypeVar("T")
@@ -228,7 +229,8 @@ def _bisect(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Arr
     """
     keys = _ordered_bits(values)
     bit_by_bit, by_digits = (partial(_highest_enough, num_bits=num_bits) for num_bits in (1, 4))
-    forms = {"cpu": bit_by_bit, "tpu": by_digits, "default": partial(_highest_enough_unrolled, num_bits=4)}
+    elsewhere = highest_enough if sums_are_exact() else partial(_highest_enough_unrolled, num_bits=4)
+    forms = {"cpu": bit_by_bit, "tpu": by_digits, "default": elsewhere}
     threshold = jax.lax.platform_dependent(keys, weights, wanted, **forms)
     # From the bit pattern back to the value: the smallest that the threshold lets through.
     return jnp.where(keys >= threshold[:, None], values, jnp.inf).min(-1)

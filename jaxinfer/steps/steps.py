@@ -46,12 +46,12 @@ from jaxinfer.steps.verify import (
     sampling_of_ends,
 )
 from jaxinfer.validation import as_ints, require, require_bool, require_int, require_name, shown
+from kernels_pallas.exact_sums import exact_sums
 
 Output = TypeVar("Output")
 _FORM_AND_LOG_PROBS = ("form", "max_log_probs", "sampling_log_probs")
-_jit_step = functools.partial(jax.jit, static_argnames="options", donate_argnames="cache")
 # Every step takes them; `draw_step`, which has no layers, needs only some.
-_OF_ALL = frozenset({"config", "custom", "implementation", "mesh"})
+_OF_ALL = frozenset({"config", "custom", "implementation", "exact", "mesh"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,7 @@ class StepOptions:
     custom: tuple[LogitsProcessor, ...] = ()  # functions of the names in `make_sampling`; in the full form only
     kept_layers: tuple[int, ...] = ()  # the states for drafters, see `forward_with_states`
     implementation: str | None = None  # a kernel of paged attention; None: the best
+    exact: bool = False  # a GPU adds up in one order, see `kernels_pallas.exact_sums`
     mesh: Mesh | None = None  # the mesh that parameters and cache are split over, if any
     q_len: int | None = None  # of `verify_step`: most tokens of a row, its drafts and the one before them
     num_steps: int | None = None  # of `decode_loop`
@@ -85,7 +86,8 @@ class StepOptions:
         if self.mesh is not None:
             check_mesh(self.mesh)
         require_name("form", self.form, FORMS)
-        require_bool("sampling_log_probs", self.sampling_log_probs)
+        for name in ("sampling_log_probs", "exact"):
+            require_bool(name, getattr(self, name))
         for name in ("max_log_probs", "max_prompt_log_probs"):
             require_int(name, getattr(self, name), 0, self.config.vocab_size)
         for name in ("q_len", "num_steps", "max_drafts", "vocab_size"):
@@ -111,6 +113,17 @@ def check_options(options: Any, step: str, *used: str) -> None:
         value = getattr(options, field.name)
         if field.name not in {*used, *_OF_ALL} and field.default is not MISSING and value != field.default:
             raise ValueError(f"{field.name}={shown(value)} is not allowed: {step} has no use for it; leave it out")
+
+
+def _jit_step(step: Callable[..., Any]) -> Any:
+    """Returns a step that is compiled for each of its options."""
+
+    @functools.wraps(step)
+    def in_order(*arguments: Any, options: StepOptions, **others: Any) -> Any:
+        with exact_sums(isinstance(options, StepOptions) and options.exact):
+            return step(*arguments, options=options, **others)
+
+    return jax.jit(in_order, static_argnames="options", donate_argnames="cache")
 
 
 @_jit_step

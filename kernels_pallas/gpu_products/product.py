@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.device import device_at_hand
+from kernels_pallas.exact_sums import sums_are_exact
 from kernels_pallas.gpu_products.tiles import ProductTile, product_tile, takes_inputs
 from kernels_pallas.gpu_products.xla_options import MAX_TILED_ROWS
 from kernels_pallas.quantized_matmul.gpu import FP8, numbers_of, scales_of_numbers
@@ -27,10 +28,10 @@ from kernels_pallas.quantized_matmul.gpu import FP8, numbers_of, scales_of_numbe
 Combine = Callable[..., jax.Array]
 
 
-def can_multiply(x: jax.Array, weights: Any, scales: Any = None, *, is_exact: bool = False) -> bool:
+def can_multiply(x: jax.Array, weights: Any, scales: Any = None) -> bool:
     """Returns whether `multiply` can take rows x [T, D] by weights [..., D], and gains by it.
 
-    More rows than MAX_TILED_ROWS gain nothing, but `is_exact` they keep one order of sums.
+    More rows than MAX_TILED_ROWS gain nothing, but in `exact_sums` they keep to one order.
     """
     device = device_at_hand()
     if device.platform != "gpu" or device.capability is None or device.is_before_ampere:
@@ -39,17 +40,16 @@ def can_multiply(x: jax.Array, weights: Any, scales: Any = None, *, is_exact: bo
         weights.dtype == x.dtype if scales is None else weights.dtype.name in ("int8", FP8)
     )
     has_sizes = weights.shape[-1] == x.shape[1] and takes_inputs(x.shape[1])
-    return has_types and has_sizes and x.shape[0] > 0 and (is_exact or x.shape[0] <= MAX_TILED_ROWS)
+    return has_types and has_sizes and x.shape[0] > 0 and (sums_are_exact() or x.shape[0] <= MAX_TILED_ROWS)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def multiply(
     x: jax.Array,
     weights: jax.Array,
     scales: jax.Array | None = None,
     dtype: Any = jnp.float32,
     combine: Combine | None = None,
-    is_exact: bool = False,
     tile: ProductTile | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -62,7 +62,6 @@ def multiply(
       scales: f[F, 1] or f[P, F, 1], the worth of a number by channel.
       dtype: of the result, and what parts are rounded to before they are combined.
       combine: a function of P arrays f32[channels, rows]; None if there is one part.
-      is_exact: a row's result does not depend on the number of rows.
       tile: None takes that of `product_tile`.
       interpret: run on CPU.
     """
@@ -71,7 +70,7 @@ def multiply(
     target = triton.INTERPRETED if interpret else triton.target()
     if tile is None:
         sizes = {"rows": T, "channels": F, "inputs": D, "parts": P, "itemsize": weights.dtype.itemsize}
-        tile = product_tile(target, **sizes, is_exact=is_exact)
+        tile = product_tile(target, **sizes, is_exact=sums_are_exact())
     weights, has_fp8_bits = triton.as_loaded(weights, target)
     arrays = (x, weights) if scales is None else (x, weights, scales.reshape(P, F))
     (out,) = triton.launch(

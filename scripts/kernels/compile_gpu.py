@@ -361,6 +361,24 @@ CASES["bucket filtered loop 8 with sampling_log_probs"] = functools.partial(
     num_tokens=8,
     num_rows=8,
 )
+# Steps that add up in one order. Their rows are few and many, single tokens, chunks and drafts.
+EXACT_STEPS: dict[str, dict[str, Any]] = {
+    "decode 8": {"step": "decode_step", "num_tokens": 8, "num_rows": 8},
+    "decode 256": {"step": "decode_step", "num_tokens": 256, "num_rows": 256, "form": "full", "max_log_probs": 20},
+    "filtered loop 64": {
+        "step": "decode_loop",
+        "num_tokens": 64,
+        "num_rows": 64,
+        "loop_steps": LOOP_STEPS,
+        "form": "filtered",
+        "sampling_log_probs": True,
+    },
+    "verify": {"step": "verify_step", "num_tokens": 128, "num_rows": 16, "mixed_q_len": 4},
+    "prefill 128": {"step": "prefill_step", "num_tokens": 128, "num_rows": 64},
+    "prefill 1,024": {"step": "prefill_step", "num_tokens": 1024, "num_rows": 16},
+}
+for _name, _sizes in EXACT_STEPS.items():
+    CASES[f"exact {_name}"] = functools.partial(_bucket, exact=True, **_sizes)
 # On a GPU before Ampere, over a pool of 64 Ki tokens, 7.5 GB.
 _old = functools.partial(step, model="Qwen3-0.6B", num_pages=4096, dtype="float16")
 CASES |= {

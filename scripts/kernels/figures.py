@@ -45,6 +45,7 @@ def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, A
         "num_launches": len(compiled.launches) + products(text).get(CUBLAS, 0),
         "spilling": sorted({launch.name for launch in compiled.launches if launch.spill_bytes}),
         "products": {**products(text), **({DENSE: dense} if dense else {})},
+        "float_sums": float_sums(text),
         **control_flow(text),
         "seconds": round(compiled.seconds, 2),
         "processor_seconds": round(compiled.processor_seconds, 2),
@@ -61,6 +62,18 @@ def gpu_mesh(device: str) -> Any:
     from kernels_pallas import gpu_compiler
 
     return gpu_compiler.mesh_of(*axes_of(device))
+
+
+def float_sums(hlo: str) -> int:
+    """Returns how many operations of XLA in a program add floats up in an order of its own choice: products and sums."""
+    bodies = re.findall(r"^%?(\S+) \([^)]*: (?:bf16|f16|f32)\[\][^)]*\) -> \S+ \{$(.*?)^\}", hlo, re.M | re.S)
+    adders = {name for name, body in bodies if re.search(r"\badd\(", body)}
+    applied = re.findall(r" (?:reduce|reduce-window|scatter)\(.*to_apply=%?([\w.\-]+)", hlo)
+    return (
+        sum(name in adders for name in applied)
+        + len(re.findall(r" (?:dot|convolution)\(", hlo))
+        + hlo.count("__cublas")
+    )
 
 
 def control_flow(hlo: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_the_kernel_of_a_gpu_computes_a_joined_model_by_four_launches_a_layer(mo
 
     def multiply_interpreted(x, weights, scales=None, dtype=jnp.float32, combine=None):
         launches.append((weights.shape, combine is not None))
-        return multiply(x, weights, scales, dtype, combine, False, TILE, True)
+        return multiply(x, weights, scales, dtype, combine, TILE, True)
 
     monkeypatch.setattr(layers, "can_multiply", lambda x, weights, scales=None: True)
     monkeypatch.setattr(layers, "multiply_on_gpu", multiply_interpreted)

@@ -98,6 +98,7 @@ class StepCompiler:
         self._options = StepOptions(
             config=target.model_config,
             implementation=config.attention,
+            exact=config.exact,
             sampling_log_probs=config.sampling_log_probs,
             mesh=target.placement.mesh,
         )

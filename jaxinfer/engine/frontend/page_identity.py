@@ -67,7 +67,8 @@ def _platform(engine_config: EngineConfig) -> str:
     platform, attention = jax.default_backend(), engine_config.attention
     if platform == "cpu":
         return f"cpu: {describe_cpu()}"
-    return platform if attention is None else f"{platform}, attention by the {attention}"
+    order = ", exact" if engine_config.exact else ""
+    return platform + order if attention is None else f"{platform}{order}, attention by the {attention}"
 
 
 def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str]:

@@ -15,6 +15,7 @@ from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, rotary_embedding
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_positive
+from kernels_pallas.exact_sums import refuse_if_exact
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention
 from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.row_products import rows_by_matrices
@@ -146,6 +147,7 @@ def attend_to_latents(
     Queries meet latents, not keys, in every step: q · (K c) = (Kᵀ q) · c for the query q
     and matrix K of a head and a latent c. So a token's sums have the same order in prefill, decoding and verification.
     """
+    refuse_if_exact("latent attention")
     k_up, v_up = params.k_up, params.v_up
     is_computed = isinstance(k_up, QuantizedArray)
     if isinstance(k_up, QuantizedArray):

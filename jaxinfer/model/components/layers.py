@@ -26,6 +26,7 @@ from jaxinfer.quantization.quantized_array import SplitPlanes
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.device_sums import sum_over_devices
+from kernels_pallas.exact_sums import norm_rows, refuse_if_exact, sums_are_exact
 from kernels_pallas.gpu_products import can_multiply
 from kernels_pallas.gpu_products import multiply as multiply_on_gpu
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
@@ -100,7 +101,8 @@ def combined_product(
 ) -> jax.Array | None:
     """Returns combine(*parts) [T, F] in x's dtype for products of x [T, D] by P parts of w [1, P F, D], in one launch.
 
-    None if there is no such launch for them. `combine` is a function of P arrays of products in float32, as rounded to x's dtype.
+    None if there is no such launch for them. `combine` is a function of P arrays of products in float32, as rounded to
+    x's dtype.
     """
     values, scales = _by_channel(w) if isinstance(w, QuantizedArray) else (w, None)
     if not isinstance(values, jax.Array) or values.shape[0] != 1:
@@ -131,6 +133,7 @@ def _product_of_array(
         w = w.reshape(-1, w.shape[-1])
         if tokens is not None and not _is_for_compiler(is_split) and can_multiply(x, w):
             return multiply_on_gpu(x, w, None, dtype)
+        refuse_if_exact(f"a product of {x.dtype} {x.shape} by weights {w.shape} of {w.dtype}")
         return rows_by_weights(x, w, num_rows, is_split=is_split, dtype=dtype)
 
     return _product_over_devices(multiply, x, w, tokens, input_units)
@@ -141,6 +144,7 @@ def _product_of_quantized(x: jax.Array, w: QuantizedArray, tokens: StepTokens | 
 
 
 def _product_of_blocks(x: jax.Array, w: PackedBlocks, tokens: StepTokens | None, input_units: int) -> jax.Array:
+    refuse_if_exact("weights in blocks of GGUF")
     rows = replace(w, blocks=w.blocks.reshape(-1, w.blocks.shape[-1]))
     num_rows = None if tokens is None else tokens.count
     y = rows_by_packed(x, rows, PackedBlocks.unpacked, UnpackedBlocks.widened, num_rows)
@@ -155,6 +159,7 @@ def _with_changes(y: jax.Array, x: jax.Array, w: AdaptedArray, tokens: StepToken
     """Returns y f32[T, out...], the product of x and the weights, with the change by each token's adapter."""
     if tokens is None or tokens.adapters is None:
         return y
+    refuse_if_exact("adapters")
     return add_changes(y.reshape(x.shape[0], -1), x, w, tokens.adapters).reshape(y.shape)
 
 
@@ -230,6 +235,7 @@ def _in_order(x: jax.Array, w: QuantizedArray) -> tuple[jax.Array, QuantizedArra
 
 def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels; `is_split` as in `StepTokens`."""
+    refuse_if_exact("quantized weights")
     is_split = _is_for_compiler(is_split)
     x, w = _in_order(x, w)
     is_whole = w.multiplier is None and w.activations is None and w.bits is None
@@ -351,6 +357,8 @@ class Norm:
 
 def rms_norm(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
     """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, in float32; a weight of None is 1."""
+    if sums_are_exact():
+        return norm_rows(x, weight, epsilon=norm.epsilon, adds_one=norm.adds_one)
     wide = x.astype(jnp.float32)
     mean_square = row_sum(wide * wide) / x.shape[-1]
     normed = wide * jax.lax.rsqrt(mean_square + norm.epsilon)[..., None]

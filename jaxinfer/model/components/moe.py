@@ -16,6 +16,7 @@ from jaxinfer.model.components.experts import SharedExpert, joins_sum, sum_of_ex
 from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, product, rms_norm
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
+from kernels_pallas.exact_sums import refuse_if_exact
 from kernels_pallas.row_products import rounded, row_max, row_sum
 
 SCORINGS = ("softmax", "sigmoid")
@@ -133,6 +134,7 @@ def moe(
 
     The router gets `states` [T, D], None being x. `mesh`: the mesh that the experts are split over, if any.
     """
+    refuse_if_exact("a mixture of experts")
     experts, weights = route(params, x if states is None else states, tokens, config=config)
     options: dict[str, Any] = {"config": config.expert, "layer": params.layer, "mesh": mesh}
     compute = functools.partial(sum_of_experts, params.experts, x, experts, weights, tokens.count, **options)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
+from kernels_pallas.exact_sums import sums_are_exact
 from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.gpu.chunks import arrays_of, find_chunk, find_pages, num_chunks
 
@@ -47,7 +48,9 @@ def append(new: Sequence, pools: Sequence, call: AttentionCall, interpret: bool)
 
 
 def append_tile(q_len: int | None, head_dim: int) -> tuple[int, int]:
-    """Returns how many tokens of a row a program appends, and its warps."""
+    """Returns how many tokens of a row a program appends, and its warps: one, if the sums of its norms must be exact."""
+    if sums_are_exact():
+        return 1, 1
     block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
     return block_q, 1 if block_q < APPEND_TILE else 4 if head_dim <= WIDE else 8
 

@@ -33,12 +33,13 @@ def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
     assert {aspect for aspect in here if here[aspect] != elsewhere[aspect]} == {"platform"}
 
 
-@pytest.mark.parametrize(("backend", "num_platforms"), [("cpu", 1), ("gpu", 2)])
+@pytest.mark.parametrize(("backend", "num_platforms"), [("cpu", 1), ("gpu", 3)])
 def test_a_page_of_other_kernels_is_of_no_use(backend, num_platforms, monkeypatch):
     _, config = load_checkpoint(BUNDLED_MODEL)
     monkeypatch.setattr(page_identity.jax, "default_backend", lambda: backend)
 
-    identities = [identity_of_pages(config, EngineConfig(attention=attention)) for attention in (None, "reference")]
+    engines = EngineConfig(), EngineConfig(attention="reference"), EngineConfig(exact=True)
+    identities = [identity_of_pages(config, engine) for engine in engines]
 
     assert len({aspects["platform"] for aspects in identities}) == num_platforms
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine import device_choice
 from jaxinfer.engine.assembly import plan_tiers, plan_window
+from jaxinfer.engine.device_choice import refuse_exact
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.model.config import uniform_decoder
+from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.cache import MemoryQuestion, plan_cache
+from kernels_pallas.device import Device
 from tests.replay import SMALL_MODEL, SMALL_SIZES  # of 64 positions
 
 CONFIGS = {
@@ -32,6 +39,38 @@ def test_tiers_are_those_that_are_configured_the_host_first(tmp_path):
     assert plan_tiers(EngineConfig(), 9) is None
     assert both is not None
     assert [tier.name for tier in both.metrics()] == ["host", "disk"]
+
+
+EXACT = EngineConfig(exact=True)
+H200, V6E = Device("NVIDIA H200", "gpu", 132, 9.0), Device("TPU v6 lite", "tpu", None, None)
+NOT_EXACT: dict[str, tuple[Device, EngineConfig, str]] = {
+    "device 'Tesla T4'": (Device("Tesla T4", "gpu", 40, 7.5), EXACT, "float16"),
+    "device 'TPU v6 lite'": (V6E, EXACT, "bfloat16"),
+    "dtype=float32": (H200, EXACT, "float32"),
+    "quantization='int8'": (H200, replace(EXACT, quantization="int8"), "bfloat16"),
+    "cache_dtype='fp8'": (H200, replace(EXACT, cache_dtype="fp8"), "bfloat16"),
+    "attention='reference'": (H200, replace(EXACT, attention="reference"), "bfloat16"),
+    "max_adapters=2": (H200, replace(EXACT, max_adapters=2), "bfloat16"),
+    "draft_trees=True": (H200, replace(EXACT, draft_trees=True), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_EXACT)
+def test_exact_sums_are_refused_where_they_are_not_built(monkeypatch, what):
+    device, config, dtype = NOT_EXACT[what]
+    monkeypatch.setattr(device_choice, "device_at_hand", lambda: device)
+
+    with pytest.raises(ValueError, match=re.escape(f"exact=True is not built for {what}: it takes one NVIDIA GPU")):
+        refuse_exact(config, dtype, Placement())
+    refuse_exact(replace(config, exact=False), dtype, Placement())
+
+
+def test_exact_sums_are_taken_by_gpus_since_ampere_and_by_a_cpu_with_any_option(monkeypatch):
+    refuse_exact(replace(EXACT, quantization="int8", draft_trees=True), "float32", Placement())
+    monkeypatch.setattr(device_choice, "device_at_hand", lambda: H200)
+    refuse_exact(EXACT, "bfloat16", Placement())
+    with pytest.raises(ValueError, match="exact=True is not built for 2 devices: "):
+        refuse_exact(EXACT, "bfloat16", Placement(AbstractMesh((2,), ("model",))))
 
 
 SINKS: dict[str, Any] = {"num_sink_tokens": 16, "page_size": 16, "max_num_seqs": 3}

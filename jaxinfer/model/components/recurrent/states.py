@@ -17,6 +17,7 @@ from flax import struct
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch
 from jaxinfer.model.components.layers import PoolSize
+from kernels_pallas.exact_sums import refuse_if_exact
 from kernels_pallas.paged_attention.call import token_rows
 from kernels_pallas.row_products import rounded, zero_after
 
@@ -79,6 +80,7 @@ def move_states(states: States, sources: jax.Array, targets: jax.Array, num_laye
 
 def slots_of_layer(slots: StateSlots, offset: jax.Array | int) -> StateSlots:
     """Returns the slots of a layer whose first slot is `offset`; padding stays past every pool."""
+    refuse_if_exact("recurrent layers")
     return jax.tree.map(lambda ids: jnp.where(ids < PADDING_SLOT, ids + offset, PADDING_SLOT), slots)
 
 
