@@ -144,9 +144,9 @@ class EngineConfig:
       run in 5 ms. More than 1 excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit. If others fill the queue, a tenant
       with fewer than its fair share may still queue; at most twice the number waits then.
-    * `exact`: a GPU adds up in one order, so that the bits of a token's result do not depend on the requests, chunks and
-      drafts that are computed beside it. It costs time. A CPU does so always. Refused where it is not built: on TPU,
-      on GPUs before Ampere, over several devices, and for what docs/kernels.md lists.
+    * `exact`: a GPU adds up in one order, so that the bits of a token's result do not depend on the requests, chunks
+      and drafts that are computed beside it. It costs time. A CPU does so always. Refused where it is not built: on
+      TPU, on GPUs before Ampere, over several devices, and for what docs/kernels.md lists.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
     * `parallelism`: the devices that compute the model, as a `Parallelism`: of this process, or all devices of all

@@ -130,7 +130,7 @@ def _norm_kernel(x_ref: Any, *refs: Any, block: int, epsilon: float, adds_one: b
 
 
 def _total(x_ref: Any, row: jax.Array, block: int, change: Any) -> jax.Array:
-    """Returns the sum f32[] of change(numbers, i) of a row's blocks, added up block upon block, and then in the block."""
+    """Returns the sum f32[] of change(numbers, i) of a row's blocks, added up block upon block, then in the block."""
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         return total + change(_block(x_ref, row, i, block)[1], i)

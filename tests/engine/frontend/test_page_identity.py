@@ -38,8 +38,8 @@ def test_a_page_of_other_kernels_is_of_no_use(backend, num_platforms, monkeypatc
     _, config = load_checkpoint(BUNDLED_MODEL)
     monkeypatch.setattr(page_identity.jax, "default_backend", lambda: backend)
 
-    engines = EngineConfig(), EngineConfig(attention="reference"), EngineConfig(exact=True)
-    identities = [identity_of_pages(config, engine) for engine in engines]
+    options: list[dict] = [{}, {"attention": "reference"}, {"exact": True}]
+    identities = [identity_of_pages(config, EngineConfig(**own)) for own in options]
 
     assert len({aspects["platform"] for aspects in identities}) == num_platforms
 
