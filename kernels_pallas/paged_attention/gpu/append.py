@@ -48,7 +48,7 @@ def append(new: Sequence, pools: Sequence, call: AttentionCall, interpret: bool)
 
 
 def append_tile(q_len: int | None, head_dim: int) -> tuple[int, int]:
-    """Returns how many tokens of a row a program appends, and its warps: one, if the sums of its norms must be exact."""
+    """Returns how many tokens of a row a program appends, and its warps: one, if sums of norms must be exact."""
     if sums_are_exact():
         return 1, 1
     block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
