@@ -39,7 +39,7 @@ import numpy as np
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.exact_sums import sum_rows, sums_are_exact
-from kernels_pallas.quantized_matmul.reference import dequantize, whole_zeros, wide_scales
+from kernels_pallas.packed_numbers import dequantize, whole_zeros, wide_scales
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
 Product = Callable[[jax.Array, jax.Array], jax.Array]

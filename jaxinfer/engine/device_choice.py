@@ -60,7 +60,6 @@ def refuse_exact(config: EngineConfig, dtype: str, placement: Placement) -> None
         f"device {device.kind!r}": device.platform != "gpu" or (device.capability or 0.0) < AMPERE,
         f"{placement.num_devices} devices": placement.num_devices > 1,
         f"dtype={dtype}": dtype == "float32",
-        f"quantization={config.quantization!r}": config.quantization is not None,
         f"cache_dtype={config.cache_dtype!r}": config.cache_dtype is not None,
         f"attention={config.attention!r}": config.attention is not None,
         f"max_adapters={config.max_adapters}": config.max_adapters > 0,
@@ -69,8 +68,8 @@ def refuse_exact(config: EngineConfig, dtype: str, placement: Placement) -> None
     for what, is_refused in refused.items():
         if is_refused:
             raise ValueError(
-                f"exact=True is not built for {what}: it takes one NVIDIA GPU since Ampere, bfloat16 or float16, and"
-                " plain weights and pages; leave out EngineConfig.exact or that"
+                f"exact=True is not built for {what}: it takes one NVIDIA GPU since Ampere, and bfloat16 or float16;"
+                " leave out EngineConfig.exact or that"
             )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.quantized_matmul import unpack_int4
+from kernels_pallas.packed_numbers import unpack_int4
 from kernels_pallas.row_products import integers_by_integers, rounded
 
 LEAST, LARGEST = -128, 127

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 
 from jaxinfer.quantization.activations import Activations
 from jaxinfer.quantization.planes import join_planes, split_planes, unpack_planes
-from kernels_pallas.quantized_matmul import layer_of, pack_int4, whole_zeros
+from kernels_pallas.packed_numbers import pack_int4, whole_zeros
+from kernels_pallas.quantized_matmul import layer_of
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
 LARGEST = {8: 127, 4: 7}

@@ -33,28 +33,41 @@ class ProductTile(NamedTuple):
 
 
 def product_tile(
-    target: Target, *, rows: int, channels: int, inputs: int, parts: int, itemsize: int, is_exact: bool = False
+    target: Target,
+    *,
+    rows: int,
+    channels: int,
+    inputs: int,
+    parts: int,
+    itemsize: float,
+    group_size: int | None = None,
+    is_exact: bool = False,
 ) -> ProductTile:
     """Returns the tile for a product of `rows` rows by `parts` weights of so many channels and inputs each.
 
     It is that of the device's table if there is one, else by rules. `itemsize`: bytes of an element of the weights.
+    `group_size`: inputs that share a scale, which a block has whole; None if all do.
     `is_exact`: the channels of a block, which decide by what instruction a result is added up, go by the weights alone.
     """
     # Before Hopper the tensor cores' operands pass through registers, where 8 bits are widened too.
-    most_rows = 64 if itemsize == 1 and target.capability < HOPPER else 128
+    most_rows = 64 if itemsize <= 1 and target.capability < HOPPER else 128
     block_rows = min(max(1 << (rows - 1).bit_length(), MIN_DOT), most_rows)
     key = (block_rows, itemsize, parts, channels, inputs)
-    if not is_exact and (tuned := tuned_products(table_name(target.kind)).get(key)) is not None:
+    if not is_exact and group_size is None and (tuned := tuned_products(table_name(target.kind)).get(key)) is not None:
         return ProductTile(*(tuned[name] for name in ProductTile._fields))
     row_tiles = -(-rows // block_rows)
     block_channels = _block_channels(target, channels, 1 if is_exact else row_tiles)
     if rows > FEW_ROWS and not is_exact:
         block_channels = WARPGROUP_CHANNELS
     longest = _divisor(inputs)
-    block_inputs = min(longest, 64 if rows > FEW_ROWS else 128)
-    while block_channels * parts * block_inputs * itemsize < BLOCK_BYTES and block_inputs < min(longest, MAX_INPUTS):
+    block_inputs = group_size or min(longest, 64 if rows > FEW_ROWS else 128)
+    while (
+        block_channels * parts * block_inputs * itemsize < BLOCK_BYTES
+        and block_inputs < MAX_INPUTS
+        and inputs % (2 * block_inputs) == 0
+    ):
         block_inputs *= 2
-    block_bytes = parts * block_channels * block_inputs * itemsize
+    block_bytes = int(parts * block_channels * block_inputs * itemsize)
     wanted = _stages(target, -(-channels // block_channels) * row_tiles, block_bytes)
     # Before Hopper the block in use has left shared memory.
     stages = shared_bytes(target.capability) // (block_bytes + 2 * block_rows * block_inputs)

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
-from kernels_pallas.quantized_matmul.gpu import load_zeros, numbers_of, scales_of_numbers
-from kernels_pallas.quantized_matmul.reference import split_int4
+from kernels_pallas.packed_numbers import split_int4
+from kernels_pallas.packed_numbers.on_gpu import load_zeros, numbers_of, scales_of_numbers
 
 # Of float32, tensor cores multiply what `jax_default_matmul_precision` says, as in XLA's own products.
 DTYPES = ("bfloat16", "float16", "float32")

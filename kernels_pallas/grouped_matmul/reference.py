@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.quantized_matmul.reference import dequantize
+from kernels_pallas.packed_numbers import dequantize
 
 
 def grouped_matmul_reference(

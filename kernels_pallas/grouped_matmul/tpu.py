@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.device import lies_turned
 from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
-from kernels_pallas.quantized_matmul.reference import wide_scales
+from kernels_pallas.packed_numbers import wide_scales
 from kernels_pallas.tpu_products import multiply_turns, require_support
 
 # Rows of a block. An expert's weights are read once whatever it is, and each block takes a turn of the matrix unit for

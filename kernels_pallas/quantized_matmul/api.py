@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.dispatch import call_best
+from kernels_pallas.packed_numbers import whole_zeros
 from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
-from kernels_pallas.quantized_matmul.reference import layer_of, quantized_matmul_reference, whole_zeros
+from kernels_pallas.quantized_matmul.reference import layer_of, quantized_matmul_reference
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.device import lies_turned
 from kernels_pallas.dispatch import NoGainError
-from kernels_pallas.quantized_matmul.reference import layer_of, wide_scales
+from kernels_pallas.packed_numbers import wide_scales
+from kernels_pallas.quantized_matmul.reference import layer_of
 from kernels_pallas.tpu_products import multiply_turns, require_support
 
 # Bytes of a block of rows, of which two are in vector memory at once.

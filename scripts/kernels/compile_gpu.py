@@ -151,8 +151,9 @@ def product(
     import jax
     import jax.numpy as jnp
 
-    from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
-    from kernels_pallas.quantized_matmul.gpu import MAX_ROWS
+    from kernels_pallas.gpu_products.product import MAX_GROUPED_ROWS
+    from kernels_pallas.packed_numbers import dequantize
+    from kernels_pallas.quantized_matmul import quantized_matmul
 
     T, D, F = rows, 4096, 14336
     shape = jax.ShapeDtypeStruct
@@ -165,8 +166,8 @@ def product(
         w = dequantize(weights, scales, zeros, D).astype(x.dtype)
         return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
-    is_fused = group_size == D or rows > MAX_ROWS
-    kernels = () if is_plain or is_fused else ("quantized_matmul",)
+    is_fused = group_size == D or rows > MAX_GROUPED_ROWS
+    kernels = () if is_plain or is_fused else ("packed_product",)
     arguments = on_mesh({"x": x, "weights": weights, "scales": scales, "zeros": zeros}, mesh)
     function = jax.jit(plain if is_plain else quantized_matmul)
     return Case(function, arguments, kernels=kernels, num_rows=rows, itemsize=1)
@@ -187,9 +188,9 @@ def dense_product(mesh: Any, *, rows: int, sizes: tuple[int, int, int], dtype: s
         return jax.nn.silu(gate) * up
 
     def run(x: Any, weights: Any, scales: Any) -> Any:
-        return multiply(x, weights, scales, x.dtype, gated if sizes[0] == 2 else None)
+        return multiply(x, weights, scales, None, x.dtype, gated if sizes[0] == 2 else None)
 
-    return Case(jax.jit(run), on_mesh(arguments, mesh), kernels=("dense_product",), num_rows=rows)
+    return Case(jax.jit(run), on_mesh(arguments, mesh), kernels=("dense_product", "packed_product"), num_rows=rows)
 
 
 def experts(

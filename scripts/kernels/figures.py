@@ -21,7 +21,7 @@ from scripts.kernels.compilers import Case, axes_of
 from scripts.kernels.tpu_schedule import schedule_figures
 
 CUBLAS = "cuBLASLt"
-DENSE = "dense_product"
+DENSE, PACKED = "dense_product", "packed_product"  # our kernels of products
 
 
 def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
@@ -37,14 +37,14 @@ def compile_on_gpu(device: str, make_case: Callable[[Any], Case]) -> dict[str, A
         launches = (*compiled.launches, *gpu_compiler.mosaic_launches(Path(folder)))
     compiled = dataclasses.replace(compiled, launches=launches)
     gpu, text = gpu_compiler.GPUS[device], compiled.program.as_text() or ""
-    dense = len(compiled.kernels(DENSE))
+    own = {name: count for name in (DENSE, PACKED) if (count := len(compiled.kernels(name)))}
     copied = {"copied_weights": copied_weights(text, case.arguments["params"])} if "params" in case.arguments else {}
     return {
         **memory_figures(compiled.program, case.cache),
         **copied,
         "num_launches": len(compiled.launches) + products(text).get(CUBLAS, 0),
         "spilling": sorted({launch.name for launch in compiled.launches if launch.spill_bytes}),
-        "products": {**products(text), **({DENSE: dense} if dense else {})},
+        "products": products(text) | own,
         "float_sums": float_sums(text),
         **control_flow(text),
         "seconds": round(compiled.seconds, 2),

@@ -55,7 +55,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "MXFP4 of GPT-OSS": ("mxfp4", {}),
 }
 DEVICES = {"A100": ("NVIDIA A100-SXM4-80GB", "gpu"), "H200": ("NVIDIA H200", "gpu"), "TPU": ("TPU v6 lite", "tpu")}
-KERNELS = {"dense": "quantized_matmul", "experts": "grouped_matmul"}
+KERNELS = {"dense": {"packed_product", "quantized_matmul"}, "experts": {"grouped_matmul"}}
 
 
 def kernels_of(jaxpr: Any) -> Iterator[str]:
@@ -102,7 +102,7 @@ def row_of(name: str, sources: Mapping[str, Path], folder: Path) -> str:
         packed = WRITERS[writer](sources[own], folder / own, **options, **changes)
         part = "dense" if own == "llama" else "experts"
         for device, description in DEVICES.items():
-            is_read = KERNELS[part] in traced_kernels(packed.path, *description)
+            is_read = KERNELS[part] & traced_kernels(packed.path, *description)
             cells[part][device] = "kernel" if is_read else "XLA"
     bits = bits_of_weights(packed.path)
     columns = [cells[part].get(device, "") for part in cells for device in DEVICES]

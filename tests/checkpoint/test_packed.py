@@ -25,7 +25,7 @@ from jaxinfer.checkpoint.stored import StoredQuantized, require_even
 from jaxinfer.model.params import shardings
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import QuantizedArray
-from kernels_pallas.quantized_matmul import dequantize
+from kernels_pallas.packed_numbers import dequantize
 from tests.checkpoint.packing import WRITERS, Packed, settings_of
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 from tests.compiler import layers_apart

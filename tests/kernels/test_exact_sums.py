@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import Norm, product, rms_norm
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.exact_sums import exact_sums, highest_enough, norm_rows, refuse_if_exact, sum_rows, sums_are_exact
@@ -90,12 +91,14 @@ def test_a_cpu_computes_as_always():
 
 def test_what_has_no_order_refuses_by_name_and_with_the_way_out():
     refuse_if_exact("anything")
-    weights = QuantizedArray(jnp.ones((16, 32), jnp.int8), jnp.ones((16, 1)))
+    weights = QuantizedArray(jnp.ones((16, 48), jnp.int8), jnp.ones((16, 3)))
 
     with jax.sharding.use_abstract_mesh(H200), exact_sums(True):
-        with pytest.raises(NotImplementedError, match=r"exact=True is not built for quantized weights on a GPU; leave"):
-            jax.eval_shape(product, jnp.ones((8, 32), jnp.bfloat16), weights)
+        with pytest.raises(
+            NotImplementedError, match=r"exact=True is not built for .* scales \(16, 3\) on a GPU; leave"
+        ):
+            jax.eval_shape(product, jnp.ones((8, 48), jnp.bfloat16), weights)
         with pytest.raises(
             NotImplementedError, match=r"a product of float32 \(8, 32\) by weights \(16, 32\) of float32"
         ):
-            jax.eval_shape(product, jnp.ones((8, 32)), jnp.ones((16, 32)))
+            jax.eval_shape(product, jnp.ones((8, 32)), jnp.ones((16, 32)), StepTokens(jnp.int32(8)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas import row_products
-from kernels_pallas.quantized_matmul import dequantize, pack_int4
+from kernels_pallas.packed_numbers import dequantize, pack_int4
 from kernels_pallas.row_products import (
     BY_MATRICES,
     BY_WEIGHTS,

@@ -128,29 +128,30 @@ FOR_KERNEL: dict[str, Any] = {**SIZES, "hidden_size": 64, "intermediate_size": 1
 TILE = ProductTile(block_channels=32, block_rows=16, block_inputs=32, num_stages=3, num_warps=4)
 
 
-@pytest.mark.parametrize("name", ["plain", "with biases", "int8"])
+@pytest.mark.parametrize("name", ["plain", "with biases", "int8", "int4"])
 def test_the_kernel_of_a_gpu_computes_a_joined_model_by_four_launches_a_layer(monkeypatch, name):
     """Interpreted, in float32. Gate and up meet in one launch, unless biases are between."""
     config = uniform_decoder(**FOR_KERNEL, has_mlp_bias=name == "with biases")
     params = lively_params(config)
-    params = quantize_params(params, config) if name == "int8" else params
+    if name.startswith("int"):
+        options = {"bits": 4, "group_size": 32, "is_packed": True} if name == "int4" else {}
+        params = quantize_params(params, config, **options)
     tokens = jnp.arange(2 * 9).reshape(2, 9) % 50 + 2
     expected = log_probs(params, tokens, config=config)
     launches = []
 
-    def multiply_interpreted(x, weights, scales=None, dtype=jnp.float32, combine=None):
+    def multiply_interpreted(x, weights, scales=None, zeros=None, dtype=jnp.float32, combine=None):
         launches.append((weights.shape, combine is not None))
-        return multiply(x, weights, scales, dtype, combine, TILE, True)
+        return multiply(x, weights, scales, zeros, dtype, combine, TILE, True)
 
-    monkeypatch.setattr(layers, "can_multiply", lambda x, weights, scales=None: True)
+    monkeypatch.setattr(layers, "can_multiply", lambda *operands: True)
     monkeypatch.setattr(layers, "multiply_on_gpu", multiply_interpreted)
     jax.clear_caches()  # of groups of layers that were traced without the kernel
     found = log_probs(join_products(copied(params), config), tokens, config=config)
     jax.clear_caches()
 
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    (widths,) = {shape[-1] for shape, combined in launches if combined} or {None}
-    assert widths == (None if name == "with biases" else 64)
+    assert sum(is_combined for _, is_combined in launches) == (0 if name == "with biases" else 1)
     # Layers of equal shapes are traced once.
     assert len([shape for shape, _ in launches if shape[0] != FOR_KERNEL["vocab_size"]]) == 4
 

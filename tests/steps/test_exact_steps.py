@@ -53,6 +53,12 @@ def test_no_sum_of_a_step_is_left_to_xla(model, step):
     assert sums_of_floats(lowered(model, step, exact=True)) == []
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_nor_is_one_of_packed_weights(quantization):
+    for step in ("decode", "prefill"):
+        assert sums_of_floats(lowered("Qwen3-0.6B", step, exact=True, quantization=quantization)) == []
+
+
 def test_otherwise_there_are_such_sums():
     assert len(sums_of_floats(lowered("Qwen3-0.6B", "decode"))) > 2
 

@@ -30,7 +30,8 @@ from kernels_pallas.exact_sums import norm_rows, refuse_if_exact, sums_are_exact
 from kernels_pallas.gpu_products import can_multiply
 from kernels_pallas.gpu_products import multiply as multiply_on_gpu
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
-from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul, split_groups
+from kernels_pallas.packed_numbers import dequantize, pack_int4
+from kernels_pallas.quantized_matmul import layer_of, quantized_matmul, split_groups
 from kernels_pallas.row_products import rounded, row_sum, rows_by_integers, rows_by_packed, rows_by_weights
 
 Weights = jax.Array | QuantizedArray | PackedBlocks | AdaptedArray | ObservedArray  # [out..., in]
@@ -104,21 +105,18 @@ def combined_product(
     None if there is no such launch for them. `combine` is a function of P arrays of products in float32, as rounded to
     x's dtype.
     """
-    values, scales = _by_channel(w) if isinstance(w, QuantizedArray) else (w, None)
-    if not isinstance(values, jax.Array) or values.shape[0] != 1:
+    parts: Any = w, None, None
+    if isinstance(w, QuantizedArray):
+        own = w.with_wide_scales()
+        if any(a is not None for a in (own.order, own.bits, own.activations, own.multiplier, own.layer)):
+            return None
+        parts = own.values, own.scales, own.zeros
+    if not isinstance(parts[0], jax.Array) or w.shape[0] != 1:
         return None
-    if _is_for_compiler(tokens.is_split) or not can_multiply(x, values, scales):
+    if _is_for_compiler(tokens.is_split) or not can_multiply(x, *parts):
         return None
-    values, scales = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[-1]), (values, scales))
-    return multiply_on_gpu(x, values, scales, x.dtype, combine)
-
-
-def _by_channel(w: QuantizedArray) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the numbers and scales of weights with a scale per channel and nothing else; None for others."""
-    own = w.with_wide_scales()
-    others = own.zeros, own.order, own.bits, own.activations, own.multiplier, own.layer
-    is_plain = own.scales.shape[-1] == 1 and all(other is None for other in others)
-    return (own.values, own.scales) if is_plain else (None, None)
+    parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[-1]), parts)
+    return multiply_on_gpu(x, *parts, x.dtype, combine)
 
 
 def _is_for_compiler(is_split: bool) -> bool:
@@ -132,7 +130,7 @@ def _product_of_array(
     def multiply(x: jax.Array, w: jax.Array, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
         w = w.reshape(-1, w.shape[-1])
         if tokens is not None and not _is_for_compiler(is_split) and can_multiply(x, w):
-            return multiply_on_gpu(x, w, None, dtype)
+            return multiply_on_gpu(x, w, dtype=dtype)
         refuse_if_exact(f"a product of {x.dtype} {x.shape} by weights {w.shape} of {w.dtype}")
         return rows_by_weights(x, w, num_rows, is_split=is_split, dtype=dtype)
 
@@ -235,7 +233,6 @@ def _in_order(x: jax.Array, w: QuantizedArray) -> tuple[jax.Array, QuantizedArra
 
 def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels; `is_split` as in `StepTokens`."""
-    refuse_if_exact("quantized weights")
     is_split = _is_for_compiler(is_split)
     x, w = _in_order(x, w)
     is_whole = w.multiplier is None and w.activations is None and w.bits is None
@@ -247,9 +244,11 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
         w = w.with_wide_scales().flat()
         values, scales, zeros = w.values, w.scales, w.zeros
         if w.activations is not None:
+            refuse_if_exact("inputs that are rounded to integers")
             input_range = None if w.input_range is None else w.input_range.reshape(1, -1)
             return rounded_product(x, values, scales, zeros, w.activations, input_range)
         if w.bits is not None:
+            refuse_if_exact("integers in planes of bits")
             return _by_planes(x, w, num_rows, is_split=is_split)
         return _by_own_integers(x, values, scales, zeros, num_rows, is_split=is_split)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
@@ -277,10 +276,10 @@ def _by_own_integers(
 ) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], the parts of weights of F channels as `rows_by_integers` takes them."""
     is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
-    is_by_channel = scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None
-    if is_by_channel and not is_split and can_multiply(x, values, scales):
-        return multiply_on_gpu(x, values, scales)
-    if is_by_channel and not is_fp8:
+    if not is_split and can_multiply(x, values, scales, zeros):
+        return multiply_on_gpu(x, values, scales, zeros)
+    refuse_if_exact(f"a product of {x.dtype} {x.shape} by {values.dtype} {values.shape} with scales {scales.shape}")
+    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8:
         # Compilers fuse the conversion of integers.
         return rows_by_integers(x, values, scales, None, num_rows)
     return jax.lax.platform_dependent(

@@ -13,8 +13,9 @@ import numpy as np
 
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.latent_attention import latent_attention
+from kernels_pallas.packed_numbers import pack_int4
 from kernels_pallas.paged_attention import AttentionCall, HeadOptions, append_products, paged_attention
-from kernels_pallas.quantized_matmul import pack_int4, quantized_matmul
+from kernels_pallas.quantized_matmul import quantized_matmul
 from scripts.kernels.named_calls import by_name
 from scripts.kernels.on_device.device import Record, kernel_of_platform, layout_of, product_kernel
 from tests.kernels.grouped_matmul import oracle as grouped_oracle

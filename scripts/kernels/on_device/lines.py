@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.packed_numbers import dequantize, pack_int4
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
-from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul
+from kernels_pallas.quantized_matmul import quantized_matmul
 from scripts.kernels.named_calls import by_name
 from scripts.kernels.on_device import peers
 from scripts.kernels.on_device.device import kernel_of_platform, layout_of, native_dtype

@@ -47,7 +47,6 @@ NOT_EXACT: dict[str, tuple[Device, EngineConfig, str]] = {
     "device 'Tesla T4'": (Device("Tesla T4", "gpu", 40, 7.5), EXACT, "float16"),
     "device 'TPU v6 lite'": (V6E, EXACT, "bfloat16"),
     "dtype=float32": (H200, EXACT, "float32"),
-    "quantization='int8'": (H200, replace(EXACT, quantization="int8"), "bfloat16"),
     "cache_dtype='fp8'": (H200, replace(EXACT, cache_dtype="fp8"), "bfloat16"),
     "attention='reference'": (H200, replace(EXACT, attention="reference"), "bfloat16"),
     "max_adapters=2": (H200, replace(EXACT, max_adapters=2), "bfloat16"),
@@ -68,7 +67,7 @@ def test_exact_sums_are_refused_where_they_are_not_built(monkeypatch, what):
 def test_exact_sums_are_taken_by_gpus_since_ampere_and_by_a_cpu_with_any_option(monkeypatch):
     refuse_exact(replace(EXACT, quantization="int8", draft_trees=True), "float32", Placement())
     monkeypatch.setattr(device_choice, "device_at_hand", lambda: H200)
-    refuse_exact(EXACT, "bfloat16", Placement())
+    refuse_exact(replace(EXACT, quantization="int8"), "bfloat16", Placement())
     with pytest.raises(ValueError, match="exact=True is not built for 2 devices: "):
         refuse_exact(EXACT, "bfloat16", Placement(AbstractMesh((2,), ("model",))))
 

@@ -44,6 +44,21 @@ def test_blocks_under_way_have_room_and_divide_the_inputs(name, itemsize):
         assert tile.block_rows >= min(rows, 64)
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("itemsize", [0.5, 1])
+@pytest.mark.parametrize("name", TARGETS)
+def test_blocks_have_whole_groups_and_room(name, itemsize, group_size):
+    target, gpu = TARGETS[name], GPUS[name]
+    for sizes in compile_gpu.DENSE_WEIGHTS:
+        for rows in (1, 16, 64):
+            tile = tile_of(target, sizes, rows, itemsize, group_size=group_size)
+            block = tile.block_inputs * (sizes[0] * tile.block_channels * itemsize + 2 * tile.block_rows)
+
+            assert tile.block_inputs % group_size == 0
+            assert sizes[2] % tile.block_inputs == 0
+            assert (tile.num_stages - (0 if target.capability >= HOPPER else 1)) * block <= gpu.shared_per_block
+
+
 def bytes_under_way(target, gpu, sizes, programs, block_bytes, program_bytes, stages):
     """Of the weights, on the whole device: one block of a program is in use."""
     fitting = max(gpu.shared_per_core // program_bytes, 1)

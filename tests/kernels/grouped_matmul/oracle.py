@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from kernels_pallas.quantized_matmul import pack_int4
+from kernels_pallas.packed_numbers import pack_int4
 
 
 def product_by_expert(rows: np.ndarray, weights: np.ndarray, counts: Sequence[int]) -> np.ndarray:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul
+from kernels_pallas.packed_numbers import dequantize, pack_int4
+from kernels_pallas.quantized_matmul import quantized_matmul
 
 T, NUM_LAYERS = 9, 2
 IMPLEMENTATIONS = ("reference", "tpu_interpret")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +11,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas.device import lies_turned
-from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul, unpack_int4
-from kernels_pallas.quantized_matmul.gpu import MatmulBlockSizes, matmul_block_sizes, quantized_matmul_gpu
-from kernels_pallas.quantized_matmul.reference import doubled_fp4, wide_scales
+from kernels_pallas.packed_numbers import dequantize, doubled_fp4, pack_int4, unpack_int4, wide_scales
+from kernels_pallas.quantized_matmul import quantized_matmul
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
-from kernels_pallas.triton import Target, floats_of_fp8
+from kernels_pallas.triton import floats_of_fp8
 from tests.kernels.grouped_matmul.oracle import pack_pairs
 
 GENERATOR = np.random.default_rng(3)
@@ -74,16 +71,6 @@ def test_half_precision_rows_lose_nothing_to_integers_and_zero_points(implementa
     assert out.dtype == jnp.bfloat16
     # Differences up to 255 are exact in bfloat16, so only the result is rounded, to 8 bits.
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
-
-
-@pytest.mark.parametrize(("block_m", "block_n", "num_splits"), [(16, 32, 3), (32, 16, 8)])
-def test_groups_split_over_programs_are_added_once(block_m, block_n, num_splits):
-    call, expected = make_call(37, 160, 50, 32)
-    blocks = MatmulBlockSizes(block_m=block_m, block_n=block_n, num_splits=num_splits, num_warps=4, num_stages=2)
-
-    out = jax.jit(functools.partial(quantized_matmul_gpu, block_sizes=blocks, interpret=True))(*call)
-
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def put_in_stack(call, layer, num_layers, channels=None):
@@ -199,16 +186,6 @@ def test_dequantized_weights_are_those_the_integers_stand_for():
     np.testing.assert_array_equal(dequantize(weights, scales, jnp.array([[1, 2]], jnp.int8), 4), [[0.0, -1.5, 2, 4]])
 
 
-def test_few_rows_are_split_over_the_multiprocessors_and_many_are_not():
-    sizes: Any = functools.partial(
-        matmul_block_sizes, groups=32, target=Target("NVIDIA H200", num_cores=132, capability=9.0)
-    )
-
-    assert sizes(rows=1, channels=4096).num_splits == 5
-    assert sizes(rows=1, channels=28672).num_splits == 1
-    assert (sizes(rows=64, channels=28672).num_splits, sizes(rows=64, channels=28672).block_m) == (1, 64)
-
-
 @pytest.mark.parametrize(("num_rows", "is_widened"), [(64, False), (65, True)])
 def test_of_more_rows_than_a_tile_the_weights_are_widened_once(num_rows, is_widened):
     call, _ = make_call(num_rows, 128, 32, 64, bits=4)
@@ -270,14 +247,6 @@ def test_what_the_kernel_cannot_do_is_refused_by_name(group_size, dtype, reason)
 def test_an_unknown_implementation_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="implementation='cuda' is unknown; choose from .*'reference'"):
         quantized_matmul(*make_call(2, 64, 8, 32)[0], implementation="cuda")
-
-
-@pytest.mark.parametrize(("name", "value"), [("block_m", 8), ("block_n", 48), ("num_splits", 0)])
-def test_block_sizes_that_no_kernel_has_are_refused(name, value):
-    blocks = MatmulBlockSizes(block_m=16, block_n=16, num_splits=1, num_warps=4, num_stages=2)
-
-    with pytest.raises(ValueError, match=f"{name}={value} must be"):
-        dataclasses.replace(blocks, **{name: value})
 
 
 def test_exponents_and_codes_of_fp4_mean_what_their_types_say():

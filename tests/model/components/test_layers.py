@@ -120,5 +120,5 @@ def test_gpus_split_a_packed_weight_without_a_kernel_that_takes_it_whole(bits):
         return {*kernels_of(jax.make_jaxpr(product)(jnp.ones((8, 128), jnp.bfloat16), w, tokens).jaxpr)}
 
     with jax.sharding.use_abstract_mesh(mesh):
-        assert kernels(is_split=False) == {"quantized_matmul"}
+        assert kernels(is_split=False) == {"packed_product"}
         assert kernels(is_split=True) == set()
