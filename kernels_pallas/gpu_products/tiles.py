@@ -13,9 +13,8 @@ from kernels_pallas.triton import MIN_DOT, Target
 SHARED_BYTES = {12.0: 101_376, HOPPER: 232_448, 8.6: 101_376, AMPERE: 166_912}
 # By Little's law: what memory sends in the time that it takes to answer, half as much again.
 LATENCY = 1.5e-6  # seconds
-# A warpgroup multiplies 64 channels at once; from so many rows on, its instructions pay.
-WARPGROUP_CHANNELS = 64
-FEW_ROWS = 64
+WARPGROUP_CHANNELS = 64  # that a warpgroup multiplies at once
+FEW_ROWS = 64  # more of them are worth a warpgroup's instructions, even if multiprocessors stay idle
 MAX_STAGES = 8
 MIN_INPUTS, MAX_INPUTS = 32, 256  # of a block
 MAX_SUMS = 2**13  # of a program of four warps; more would take all of its registers
@@ -43,11 +42,11 @@ def product_tile(
     group_size: int | None = None,
     is_exact: bool = False,
 ) -> ProductTile:
-    """Returns the tile for a product of `rows` rows by `parts` weights of so many channels and inputs each.
+    """Returns the tile for a product of rows by `parts` weights of `channels` and `inputs` each.
 
     It is that of the device's table if there is one, else by rules. `itemsize`: bytes of an element of the weights.
-    `group_size`: inputs that share a scale, which a block has whole; None if all do.
-    `is_exact`: the channels of a block, which decide by what instruction a result is added up, go by the weights alone.
+    `group_size`: inputs that share a scale, which a block has whole; None if all do. `is_exact`: the channels of a
+    block go by the weights alone, for they decide which instruction adds a result up.
     """
     # Before Hopper the tensor cores' operands pass through registers, where 8 bits are widened too.
     most_rows = 64 if itemsize <= 1 and target.capability < HOPPER else 128
