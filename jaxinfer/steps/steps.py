@@ -115,15 +115,19 @@ def check_options(options: Any, step: str, *used: str) -> None:
             raise ValueError(f"{field.name}={shown(value)} is not allowed: {step} has no use for it; leave it out")
 
 
-def _jit_step(step: Callable[..., Any]) -> Any:
-    """Returns a step that is compiled for each of its options."""
+def _in_order(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step whose sums are exact if its options say so."""
 
     @functools.wraps(step)
-    def in_order(*arguments: Any, options: StepOptions, **others: Any) -> Any:
+    def run(*arguments: Any, options: StepOptions, **others: Any) -> Any:
         with exact_sums(isinstance(options, StepOptions) and options.exact):
             return step(*arguments, options=options, **others)
 
-    return jax.jit(in_order, static_argnames="options", donate_argnames="cache")
+    return run
+
+
+def _jit_step(step: Callable[..., Any]) -> Any:
+    return jax.jit(_in_order(step), static_argnames="options", donate_argnames="cache")
 
 
 @_jit_step
@@ -169,6 +173,7 @@ def decode_step(
 
 
 @functools.partial(jax.jit, static_argnames="options")
+@_in_order
 def draw_step(
     cache: KVCache,
     batch: Batch,
