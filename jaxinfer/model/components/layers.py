@@ -238,7 +238,8 @@ def _by_own_integers(
 ) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], the parts of weights of F channels as `rows_by_integers` takes them."""
     is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8:
+    is_whole = scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8
+    if is_whole and (is_split or not device_at_hand().is_before_ampere):
         # Compilers fuse the conversion of integers.
         return rows_by_integers(x, values, scales, None, num_rows)
     return jax.lax.platform_dependent(
