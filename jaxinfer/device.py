@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer.validation import shown
+from kernels_pallas.device import device_at_hand
 
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
 # Files by which the kernel of the host shows accelerators, and the extra that lets JAX use them.
@@ -156,9 +157,10 @@ def waits_for_decode() -> bool:
 def least_decode_rows() -> int:
     """Returns the rows of the smallest decode step.
 
-    An accelerator streams the same weights for one row as for eight.
+    An accelerator streams the same weights for one row as for eight. A GPU before Ampere also gathers the pages of each
+    row, and multiplies by packed weights row by row.
     """
-    return 1 if jax.default_backend() == "cpu" else 8
+    return 1 if jax.default_backend() == "cpu" or device_at_hand().is_before_ampere else 8
 
 
 def draws_filtered() -> bool:

@@ -39,7 +39,7 @@ import numpy as np
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.exact_sums import sum_rows, sums_are_exact
-from kernels_pallas.packed_numbers import dequantize, whole_zeros, wide_scales
+from kernels_pallas.packed_numbers import MAX_WIDENED, dequantize, in_turns, whole_zeros, wide_scales
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -68,8 +68,6 @@ CHANNEL_BLOCK = 128
 # Output channels whose packed numbers a CPU unpacks to bytes, and their scales to float32, before it widens them. As
 # the channels of one turn they would be unpacked one number at a time, because the compiler would join both loops.
 CHANNELS_PREPARED = 4 * CHANNEL_BLOCK
-# Packed weights that an accelerator widens at once: 16 MiB in bfloat16.
-MAX_WIDENED = 2**23
 # How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
 
@@ -326,20 +324,9 @@ def _by_parts_in_blocks(x: jax.Array, parts: Any, num_rows: jax.Array, by_parts:
 
 
 def _in_turns(x: jax.Array, parts: Any, per_turn: int, compute: Callable[[Any], jax.Array]) -> jax.Array:
-    """Returns f32[T, F], what `compute` returns f32[T, per_turn] for the parts of some channels at a time.
-
-    300 channels, 256 a turn ->  0-255,  44-299
-    """
-    T, F = x.shape[0], jax.tree.leaves(parts)[0].shape[0]
-    per_turn = min(per_turn, F)
-
-    def add_channels(i: jax.Array, y: jax.Array) -> jax.Array:
-        # A turn that would pass channel F begins earlier, and computes some channels again.
-        start = jnp.minimum(i * per_turn, F - per_turn)
-        own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, per_turn), parts)
-        return jax.lax.dynamic_update_slice_in_dim(y, compute(own), start, axis=1)
-
-    return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))
+    """Returns f32[T, F] as `in_turns` does, from zeros that the compiler makes after x [T, D]."""
+    start = jnp.full((x.shape[0], jax.tree.leaves(parts)[0].shape[0]), zero_after(x), jnp.float32)
+    return in_turns(start, parts, per_turn, compute)
 
 
 def _by_parts(x: jax.Array, parts: Any, multiply: Product, options: Options) -> jax.Array:

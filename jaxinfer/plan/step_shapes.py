@@ -73,7 +73,7 @@ class Bucket:
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
     """Returns every shape that an engine of this configuration uses, by kind, the smallest first.
 
-    decode:   1 (on CPU), 8, 64, … rows up to max_num_seqs
+    decode:   1 (on CPU and on GPUs before Ampere), 8, 64, … rows up to max_num_seqs
     loops:    8, 64, … rows, if decode_loop_steps > 1, in each of LOOP_FORMS
     verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
     mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees

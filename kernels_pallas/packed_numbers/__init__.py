@@ -10,11 +10,14 @@ from kernels_pallas.packed_numbers.formats import (
     whole_zeros,
     wide_scales,
 )
+from kernels_pallas.packed_numbers.turns import MAX_WIDENED, in_turns
 
 __all__ = [
+    "MAX_WIDENED",
     "centred",
     "dequantize",
     "doubled_fp4",
+    "in_turns",
     "pack_int4",
     "split_int4",
     "unpack_int4",

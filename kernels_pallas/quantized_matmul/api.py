@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.dispatch import call_best
 from kernels_pallas.packed_numbers import whole_zeros
+from kernels_pallas.quantized_matmul.before_ampere import quantized_matmul_before_ampere
 from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
 from kernels_pallas.quantized_matmul.reference import layer_of, quantized_matmul_reference
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
@@ -21,6 +22,7 @@ from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "gpu": quantized_matmul_gpu,
     "tpu": quantized_matmul_tpu,
+    "before_ampere": quantized_matmul_before_ampere,
     "reference": quantized_matmul_reference,
     "gpu_interpret": functools.partial(quantized_matmul_gpu, interpret=True),
     "tpu_interpret": functools.partial(quantized_matmul_tpu, interpret=True),

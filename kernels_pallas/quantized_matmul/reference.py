@@ -26,8 +26,13 @@ def layer_of(stacks: Any, layer: jax.Array | None) -> Any:
 
 def multiply_widened(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
     """The contract is that of `quantized_matmul`; the weights are written out once in the dtype of x."""
+    return product_of_widened(x, weights, scales, zeros).astype(x.dtype)
+
+
+def product_of_widened(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+    """Returns the same in float32, f32[T, F]."""
     w = dequantize(weights, scales, zeros, x.shape[1]).astype(x.dtype)
-    return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32)
 
 
 def quantized_matmul_reference(

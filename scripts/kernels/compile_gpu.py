@@ -145,6 +145,7 @@ def product(
     group_size: int = 128,
     has_zeros: bool = False,
     is_fp8: bool = False,
+    dtype: str = "bfloat16",
     is_plain: bool = False,
 ) -> Case:
     """A product with 14,336 x 4,096 quantized weights; `is_plain` makes them floating point before, as XLA would."""
@@ -157,9 +158,9 @@ def product(
 
     T, D, F = rows, 4096, 14336
     shape = jax.ShapeDtypeStruct
-    x, weights = shape((T, D), jnp.bfloat16), shape((F, D * bits // 8), jnp.int8)
+    x, weights = shape((T, D), dtype), shape((F, D * bits // 8), jnp.int8)
     weights = shape((F, D), jnp.float8_e4m3fn) if is_fp8 else weights
-    scales = shape((F, D // group_size), jnp.bfloat16)
+    scales = shape((F, D // group_size), dtype)
     zeros = shape((F, scales.shape[1] * bits // 8), jnp.int8) if has_zeros else None
 
     def plain(x, weights, scales, zeros):
@@ -382,6 +383,7 @@ for _name, _sizes in EXACT_STEPS.items():
     CASES[f"exact {_name}"] = functools.partial(_bucket, exact=True, **_sizes)
 # On a GPU before Ampere, over a pool of 64 Ki tokens, 7.5 GB.
 _old = functools.partial(step, model="Qwen3-0.6B", num_pages=4096, dtype="float16")
+_OF_8B: dict[str, Any] = {"model": "Llama-3-8B", "num_pages": 1024, "max_context": 2048}
 CASES |= {
     f"old step decode {name}": functools.partial(_old, step="decode_step", num_tokens=rows, num_rows=rows, **options)
     for name, rows, options in (
@@ -390,7 +392,15 @@ CASES |= {
         ("8 x 8,192", 8, {}),
         ("8 x 2,048 int8 weights", 8, {"max_context": 2048, "quantization": "int8"}),
         ("8 x 2,048 int4 weights", 8, {"max_context": 2048, "quantization": "int4"}),
+        ("8 x 2,048 8B int8 weights", 8, {**_OF_8B, "quantization": "int8"}),
+        ("8 x 2,048 8B int4 weights", 8, {**_OF_8B, "quantization": "int4"}),
     )
+}
+_old_product = functools.partial(product, dtype="float16")
+CASES |= {
+    f"old product {name} x {rows}": functools.partial(_old_product, rows=rows, **weights)
+    for rows in (1, 8, 16, 512)
+    for name, weights in (("int8", {"bits": 8, "group_size": 4096}), ("int4", {}), ("int4 zeros", {"has_zeros": True}))
 }
 CASES |= {
     "old step prefill": functools.partial(_old, step="prefill_step", num_tokens=2048, num_rows=1),

@@ -1,9 +1,10 @@
 """Checks the kernels on the device at hand, and measures them and whole models against predictions and peers.
 
-    python scripts/kernels/device_check.py [--json FILE] [--write] [--only kernels start ...] [--tiny]
+    python scripts/kernels/device_check.py [--table FILE] [--json FILE] [--write] [--only kernels start ...] [--tiny]
 
-Run it in a clone on a machine with a GPU or TPU. It ends within nine minutes, and names the lines that did not fit. It
-ends with 1 if a kernel is wrong or cannot run. Each line has its bytes and operations, the data sheet's time for them,
+Run it in a clone on a machine with a GPU or TPU. It ends within twelve minutes, and names the lines that did not fit.
+The table, `--table`, is written after each line, so that a run which is killed leaves it. The command ends with 1 if a
+kernel is wrong or cannot run. Each line has its bytes and operations, the data sheet's time for them,
 the predicted and the measured time. The device's profiler times kernels, and a clock times whole models. Rates are
 fractions of the data sheet, and of the best that plain reading, copying and multiplying reach in the same run.
 
@@ -17,35 +18,40 @@ import json
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
+from jaxinfer.plan.devices import CHIPS  # noqa: E402
 from scripts.kernels.on_device import checkpoint, checks, engine, lines, report, timer, torch_peers  # noqa: E402
 from scripts.kernels.on_device.device import Record, describe_device, kernel_of_platform  # noqa: E402
 
-# Seconds of a whole run; the rest of nine minutes is for starts and ends of processes.
-LIMIT = 520.0
-GRACE = 2.0  # seconds after its part in which a group ends by itself
-# Parts of them by group, in order of worth. Each group has a process of its own, for a broken kernel can end one, and a
-# device has memory for one. A group may use the time that earlier ones left.
+GRACE = 2.0  # seconds after its own in which a group ends by itself
+# Seconds by group, in order of worth; twelve minutes have room for them and the ends of processes. Each group has a
+# process of its own, for a broken kernel can end one, and a device has memory for one. A group may use the time that
+# earlier ones left.
 GROUPS = {
-    "kernels": 0.38,
-    "start": 0.18,
-    "0.6B": 0.12,
-    "8B": 0.14,
-    "0.6B, single steps": 0.06,
-    "8B, single steps": 0.06,
-    "peers": 0.06,
+    "start": 120.0,
+    "elsewhere": 80.0,
+    "kernels": 190.0,
+    "0.6B, single steps": 60.0,
+    "0.6B": 80.0,
+    "8B": 90.0,
+    "8B, single steps": 45.0,
+    "peers": 30.0,
 }
+# The part of its group's seconds that a start may take with nothing on disk.
+COLD = 0.6
 # Parts of the kernels' seconds, also in order of worth.
 KERNEL_SECTIONS = {"yardstick": 0.15, "attention": 0.35, "check": 0.3, "product": 0.1, "experts": 0.1}
 
@@ -60,7 +66,7 @@ class Run:
 
     def checkpoint(self, group: str) -> Path:
         """Returns the folder of a group's model, which is written at its first use."""
-        model = "0.6B" if group in ("start", "peers") else group.partition(",")[0]
+        model = "0.6B" if group in ("start", "elsewhere", "peers") else group.partition(",")[0]
         folder = self.scratch / model
         if not folder.exists():
             checkpoint.write_random_checkpoint(folder, self.models.models[model])
@@ -126,20 +132,88 @@ def measure_line(line: lines.Line) -> Iterator[Record]:
 
 def start_records(run: Run, deadline: float) -> Iterator[Record]:
     """Yields the seconds from a process's start to its first token: with nothing on disk, then with compiled steps."""
-    command = worker_command("start", run)
     run.checkpoint("start")  # its writing is no part of a start
-    for case in ("cold", "from disk"):
-        record: Record = {"section": "start", "case": case, "timer": "clock"}
+    cold = time.time() + COLD * (deadline - time.time())
+    for case, end in (("cold", cold), ("from disk", deadline)):
+        yield from timed_start("start", case, run, end, environment_of(run))
+
+
+def timed_start(section: str, case: str, run: Run, deadline: float, environment: dict[str, str]) -> Iterator[Record]:
+    """Yields the device, and the seconds from a process's start to its first token."""
+    record: Record = {"section": section, "case": case, "timer": "clock"}
+    log = run.scratch / "start.txt"
+    try:
+        timeout = max(deadline - time.time(), 0.1)
+        seconds, about = engine.time_start(worker_command("start", run), environment, timeout, log)
+        yield about
+        yield record | {"seconds": seconds}
+    except subprocess.TimeoutExpired:
+        print(log.read_text()[-4000:], file=sys.stderr)
+        yield left_out(section, case)
+    except RuntimeError as error:
+        yield record | {"passes": False, "note": str(error)}
+
+
+def elsewhere_records(run: Run, deadline: float) -> Iterator[Record]:
+    """Yields the seconds to compile a start without the device, and of the start that finds these steps.
+
+    The start is wrong if it compiles a step anew, for then its key is another.
+    """
+    steps, log = run.scratch / "elsewhere", run.scratch / "compile.txt"
+    compiled: Record = {"section": "elsewhere", "case": "compile", "timer": "clock"}
+    run.checkpoint("elsewhere")
+    began = time.time()
+    try:
+        command = compile_command(run, steps, deadline)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        yield compiled | {"passes": False, "note": f"the device cannot be described: {error}"}
+        return
+    # This process leaves the device alone, and its own one ends with it.
+    alone: dict[str, Any] = {"cwd": ROOT, "env": {**environment_of(run), "JAX_PLATFORMS": "cpu"}}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True, **alone) as process,
+    ):
         try:
-            timeout = max(deadline - time.time(), 0.1)
-            seconds, about = engine.time_start(command, environment_of(run), timeout, run.scratch / "start.txt")
-            yield about
-            yield record | {"seconds": seconds}
+            process.wait(max(deadline - time.time(), 0.1))
         except subprocess.TimeoutExpired:
-            print((run.scratch / "start.txt").read_text()[-4000:], file=sys.stderr)
-            yield left_out("start", case)
-        except RuntimeError as error:
-            yield record | {"passes": False, "note": str(error)}
+            os.killpg(process.pid, signal.SIGKILL)
+            yield left_out("elsewhere", "compile")
+            return
+    if process.returncode:  # such as a compiler that is not installed
+        yield compiled | {"note": f"not available: {log.read_text()[-300:].strip()}"}
+        return
+    yield compiled | {"seconds": time.time() - began}
+    before = num_steps(steps)
+    environment = environment_of(run) | {"JAX_COMPILATION_CACHE_DIR": str(steps)}
+    for record in timed_start("elsewhere", "start", run, deadline, environment):
+        missed = num_steps(steps) - before
+        found = {"passes": missed == 0, "note": f"{before} steps there, {missed} compiled anew"}
+        yield record | found if "seconds" in record else record
+
+
+def compile_command(run: Run, steps: Path, deadline: float) -> list[str]:
+    """Returns the command that compiles a start for the device into a folder, and needs no device for it."""
+    chip = [] if run.is_tiny else ["--chip", chip_at_hand(run, deadline)]
+    return [sys.executable, "-m", "jaxinfer", "compile", str(run.checkpoint("elsewhere")), *chip, "--out", str(steps)]
+
+
+def num_steps(folder: Path) -> int:
+    return len(list(folder.glob("jaxinfer-*")))
+
+
+def chip_at_hand(run: Run, deadline: float) -> str:
+    """Returns the device by the name that `jaxinfer compile` takes, from a process that looks at it and ends."""
+    described = subprocess.run(
+        worker_command("describe", run),
+        env=environment_of(run),
+        stdout=subprocess.PIPE,
+        timeout=max(deadline - time.time(), 0.1),
+        check=True,
+    )
+    kind = json.loads(described.stdout.splitlines()[-1])["about"]["device"]
+    name, platform = next(((chip.name, chip.platform) for chip in CHIPS.values() if chip.kind == kind), (kind, "gpu"))
+    return f"{name}-1" if platform == "tpu" else f"{name}x1"
 
 
 def worker_command(group: str, run: Run, deadline: float = 0.0) -> list[str]:
@@ -155,8 +229,8 @@ def environment_of(run: Run) -> dict[str, str]:
 
 def run_group(group: str, run: Run, deadline: float) -> Iterator[Record]:
     """Yields the records of a group's process, and ends the process at the deadline."""
-    if group == "start":
-        yield from start_records(run, deadline)
+    if group in ("start", "elsewhere"):
+        yield from (start_records if group == "start" else elsewhere_records)(run, deadline)
         return
     command, environment = worker_command(group, run, deadline), environment_of(run)
     with (
@@ -197,18 +271,22 @@ def work(group: str, run: Run, deadline: float) -> None:
         if about["platform"] == "cpu" and not run.is_tiny:
             sys.exit("this machine has no GPU or TPU that jax can use; --tiny runs every line on a CPU")
         print(json.dumps({"about": about}), flush=True)
+    if group == "describe":
+        return None
     for record in records_of(group, run, deadline):
         print(json.dumps(record), flush=True)
 
 
-def measure_all(groups: list[str], run: Run) -> tuple[Record, list[Record]]:
-    """Runs groups in order, prints their records as they come, and returns the device and all records."""
+def measure_all(
+    groups: list[str], run: Run, keep: Callable[[Record, list[Record]], object]
+) -> tuple[Record, list[Record]]:
+    """Runs groups in order, prints and keeps their records as they come, and returns the device and all records."""
     by_name = {line.name: line for line in (*lines.kernel_lines(run.lines), *engine.engine_lines(run.models))}
     about: Record = {}
     records: list[Record] = []
     deadline = time.time()
     for group in groups:
-        deadline += LIMIT * GROUPS[group] / sum(GROUPS[each] for each in groups)
+        deadline += GROUPS[group]
         for record in run_group(group, run, deadline):
             if "about" in record:
                 if not about:
@@ -219,11 +297,13 @@ def measure_all(groups: list[str], run: Run) -> tuple[Record, list[Record]]:
             best = report.best_rates(records)
             records.append(report.with_rates(record, line, about.get("device", ""), best))
             report.print_record(records[-1])
+            keep(about, records)
     return about, records
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, default=Path("device-check.md"), help="where the table goes")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     parser.add_argument("--write", action="store_true", help="put the measured figures into docs/kernels.md")
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="groups; all unless given")
@@ -238,11 +318,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.write and options.tiny:
         parser.error("--write wants the figures of a device; leave out --tiny")
+
+    def keep(about: Record, records: list[Record]) -> None:
+        options.table.write_text(report.result_table(about, records))
+        if options.json:
+            options.json.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="device-check-") as scratch:
-        about, records = measure_all(options.only, Run(Path(scratch), is_tiny=options.tiny))
+        about, records = measure_all(options.only, Run(Path(scratch), is_tiny=options.tiny), keep)
     report.print_summary(records)
-    if options.json:
-        options.json.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
     if options.write:
         report.write_measured(about, records)
     return 0 if all(record.get("passes", True) for record in records) else 1

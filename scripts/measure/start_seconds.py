@@ -2,9 +2,10 @@
 
     python scripts/measure/start_seconds.py v6e-1 H200x1 [--models Qwen3-0.6B Llama-3-8B] [--later]
 
-Needs the extra `aot`. The models are those of `jaxinfer.checkpoint.published`, in bfloat16. Their shapes are compiled
-one after the other, in a process for each chip and model. Prints a line of JSON for each: its name, the seconds of the
-clock and of all threads of the processor, and whether the engine waits for it.
+Needs the extra `aot`. The models are those of `jaxinfer.checkpoint.published`, in float16 for a T4 and in bfloat16
+for other chips. Their shapes are compiled one after the other, in a process for each chip and model. Prints a line of
+JSON for each: its name, the seconds of the clock and of all threads of the processor, and whether the engine waits for
+it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def measure(chip: str, model: str, *, later: bool) -> None:
     config, placement = published_config(model), Placement(None)
     if devices.chip.platform == "gpu":  # as a checkpoint is loaded there
         config = config.regrouped((1,) * config.num_layers)
-    params = abstract_params(config, "bfloat16")
+    dtype = devices.chip.dtype
+    params = abstract_params(config, dtype)
     question = MemoryQuestion(
-        model=config, config=EngineConfig(), dtype="bfloat16", param_bytes=num_bytes(params), placement=placement
+        model=config, config=EngineConfig(), dtype=dtype, param_bytes=num_bytes(params), placement=placement
     )
     question = replace(question, config=fit_limits(question))
     target = plan_target(params, question, {})

@@ -107,6 +107,68 @@ def test_the_started_process_prints_the_device_at_its_first_token(run, capsys):
 ANSWER = "print('{\"about\": 1}', flush=True); import time; time.sleep(0.3)"
 
 
+def test_the_budgets_of_all_groups_fit_into_twelve_minutes_and_the_start_comes_first():
+    graces = device_check.GRACE * len(device_check.GROUPS)
+
+    assert sum(device_check.GROUPS.values()) + graces <= 12 * 60
+    assert [*device_check.GROUPS][:3] == ["start", "elsewhere", "kernels"]
+
+
+def test_steps_compiled_elsewhere_are_found_by_a_start_unless_their_key_is_another(run, monkeypatch):
+    steps = run.scratch / "elsewhere"
+    source = f"import pathlib; [pathlib.Path({str(steps)!r}, f'jaxinfer-{{i}}').touch() for i in range(2)]"
+    steps.mkdir()
+    monkeypatch.setattr(device_check, "compile_command", lambda *_: [sys.executable, "-c", source])
+    for name, passes in (("jaxinfer-1", True), ("jaxinfer-9", False)):
+        start = f"import os; open(os.environ['JAX_COMPILATION_CACHE_DIR'] + '/{name}', 'w'); {ANSWER}"
+        monkeypatch.setattr(device_check, "worker_command", lambda *_, start=start: [sys.executable, "-c", start])
+
+        compiled, _, started = device_check.run_group("elsewhere", run, time.time() + 60)
+
+        assert compiled["seconds"] > 0
+        assert started["passes"] is passes
+        assert started["note"] == f"2 steps there, {0 if passes else 1} compiled anew"
+
+
+@pytest.mark.parametrize(
+    ("source", "note"),
+    [("import time; time.sleep(60)", "left out: the time was spent"), ("raise SystemExit('no nvcc')", "no nvcc")],
+)
+def test_steps_that_cannot_be_compiled_elsewhere_cost_that_line_alone(source, note, run, monkeypatch):
+    monkeypatch.setattr(device_check, "compile_command", lambda *_: [sys.executable, "-c", source])
+
+    (record,) = device_check.run_group("elsewhere", run, time.time() + 2)
+
+    assert record["note"].endswith(note)
+    assert "passes" not in record
+
+
+def test_a_start_that_is_stopped_after_its_first_token_was_timed(tmp_path):
+    source = "import time; print('{}', flush=True); time.sleep(60)"
+
+    seconds, about = engine.time_start([sys.executable, "-c", source], {}, timeout=1.0, log=tmp_path / "log")
+
+    assert seconds < 1
+    assert about == {}
+
+
+def test_a_group_that_takes_its_time_leaves_the_later_ones_theirs(run, monkeypatch):
+    ends, kept = {}, []
+
+    def slow(group, run, deadline):
+        ends[group] = deadline
+        yield {"section": group, "case": "a case", "is_left_out": True}
+
+    monkeypatch.setattr(device_check, "run_group", slow)
+    began = time.time()
+    device_check.measure_all(["start", "8B"], run, lambda _, records: kept.append(len(records)))
+
+    budgets = device_check.GROUPS
+    assert ends["start"] - began == pytest.approx(budgets["start"], abs=1)
+    assert ends["8B"] - began == pytest.approx(budgets["start"] + budgets["8B"], abs=1)
+    assert kept == [1, 2]  # the table is written after each line
+
+
 def test_a_start_is_timed_up_to_the_first_line(tmp_path):
     began = time.perf_counter()
 
@@ -186,7 +248,9 @@ def test_the_command_prints_everything_and_writes_it_down(tmp_path, capsys, monk
     monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("jax started on the device"))
     monkeypatch.setattr(jax, "devices", lambda: pytest.fail("jax started on the device"))
 
-    code = device_check.main(["--tiny", "--only", "kernels", "--json", str(tmp_path / "out.json")])
+    code = device_check.main(
+        ["--tiny", "--only", "kernels", "--json", str(tmp_path / "out.json"), "--table", str(tmp_path / "out.md")]
+    )
 
     assert code == 1
     written = json.loads((tmp_path / "out.json").read_text())
@@ -214,9 +278,9 @@ def test_peers_are_measured_on_their_platform(platform, monkeypatch):
     assert all(r["note"].startswith("not available") and "passes" not in r for r in peers)
 
 
-def test_a_process_of_a_group_runs_by_itself(capsys):
+def test_a_process_of_a_group_runs_by_itself(tmp_path, capsys):
     """Of the peers, because they need no compiler."""
-    assert device_check.main(["--tiny", "--only", "peers"]) == 0
+    assert device_check.main(["--tiny", "--only", "peers", "--table", str(tmp_path / "out.md")]) == 0
 
     printed = capsys.readouterr().out
     assert "peers, flashinfer" in printed

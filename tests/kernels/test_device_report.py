@@ -137,3 +137,26 @@ def test_the_documentation_has_the_tables_of_today():
     page = report.PAGE.read_text()
 
     assert report.with_tables(page, json.loads(report.MEASURED.read_text())) == page
+
+
+def test_the_table_of_a_run_has_what_is_predicted_measured_and_wanted():
+    about = {"device": H200, "jax": "1"}
+    records = [
+        report.with_rates({"section": line.section, "case": line.case, "seconds": seconds}, line, H200, {})
+        for line, seconds in ((FULL["start, cold"], 21.0), (FULL["8B, decode 1 x 1,024"], 4e-3), (LINE, 1e-3))
+    ]
+
+    heading, *rows = report.result_table(about, records).splitlines()
+
+    assert heading == "NVIDIA H200 · 1"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[3:]]
+    assert cells[0][:5] == ["start, cold", "", "21,000,000", "20,000,000", "no"]
+    # 77 % of 4.8 TB/s for 15.1 GB.
+    assert cells[1][3] == f"{FULL['8B, decode 1 x 1,024'].work.num_bytes / 4.8e12 / 0.77 * 1e6:,.0f}"
+    assert cells[1][4] == "yes"
+    assert cells[2][3:5] == ["", ""]
+
+
+def test_every_goal_is_one_of_a_line():
+    for goals in predictions.GOALS.values():
+        assert goals.keys() <= FULL.keys()

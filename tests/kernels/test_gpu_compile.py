@@ -7,9 +7,11 @@ import functools
 import jax
 import pytest
 
+from kernels_pallas.packed_numbers import MAX_WIDENED
 from kernels_pallas.paged_attention.gpu import prefill_choice
 from kernels_pallas.paged_attention.gpu.parts import MAX_PARTIAL_BYTES
 from kernels_pallas.paged_attention.in_blocks import DEFAULT_SIZES
+from kernels_pallas.quantized_matmul.before_ampere import FEW_ROWS
 from scripts.kernels import compile_gpu
 from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for
 from scripts.kernels.figures import CUBLAS, DENSE
@@ -228,6 +230,16 @@ def test_the_host_of_a_gpu_before_ampere_follows_one_loop_a_layer_over_large_tab
 )
 def test_plain_jax_writes_no_more_than_a_block_of_pages_and_no_weights(name):
     assert compiled_beginning_with("old", "T4")[f"old {name}"]["temporary_bytes"] < DEFAULT_SIZES.block_bytes + 10e6
+
+
+@pytest.mark.parametrize("name", cases_for("T4", ["old product"]))
+def test_a_gpu_before_ampere_writes_no_packed_weights_but_those_of_a_turn(name):
+    figures = compiled_beginning_with("old", "T4")[name]
+    rows = int(name.split()[-1])
+    results = 3 * rows * 14336 * 4
+
+    # Of few rows the results alone, and zero points with a byte each.
+    assert figures["temporary_bytes"] < (results + 1e6 if rows <= FEW_ROWS else results + 2 * MAX_WIDENED)
 
 
 def test_a_decode_step_of_int4_experts_never_writes_them_in_floating_point():

@@ -279,7 +279,8 @@ def _by_own_integers(
     if not is_split and can_multiply(x, values, scales, zeros):
         return multiply_on_gpu(x, values, scales, zeros)
     refuse_if_exact(f"a product of {x.dtype} {x.shape} by {values.dtype} {values.shape} with scales {scales.shape}")
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8:
+    is_whole = scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8
+    if is_whole and (is_split or not device_at_hand().is_before_ampere):
         # Compilers fuse the conversion of integers.
         return rows_by_integers(x, values, scales, None, num_rows)
     return jax.lax.platform_dependent(

@@ -106,7 +106,7 @@ def job_work(shape: Shape, job: Job, rows: int = 256) -> Work:
 
 
 def engine_lines(sizes: EngineSizes) -> list[Line]:
-    """Returns the lines of whole models, by section: "0.6B", "0.6B, single steps" and so on, and "start"."""
+    """Returns the lines of whole models, by section: "0.6B", "0.6B, single steps" …, "start" and "elsewhere"."""
     lines = []
     for model, shape in sizes.models.items():
         for kind, section in (("loop", model), ("step", f"{model}, single steps")):
@@ -118,7 +118,8 @@ def engine_lines(sizes: EngineSizes) -> list[Line]:
             lines.append(Line(model, f"prefill {prompts} x {length:,}", f"{model}, prefill", work, {}))
         if job := sizes.jobs.get(model):
             lines.append(Line(model, job_case(job), f"{model}, job", job_work(shape, job), {}))
-    return [*lines, *(Line("start", case, f"start, {case}", Work(0.0, 0.0), {}) for case in ("cold", "from disk"))]
+    starts = [("start", "cold", "cold"), ("start", "from disk", "from disk"), ("elsewhere", "start", "from disk")]
+    return [*lines, *(Line(section, case, f"start, {kind}", Work(0.0, 0.0), {}) for section, case, kind in starts)]
 
 
 def job_case(job: Job) -> str:
@@ -236,8 +237,8 @@ def time_start(
 ) -> tuple[float, Record]:
     """Returns the seconds from the start of a process to the line that it prints, and that line.
 
-    Its stderr goes to `log`. Aborts it after `timeout` seconds, so that it can say where it is, and raises
-    subprocess.TimeoutExpired. Raises RuntimeError if it fails.
+    Its stderr goes to `log`. Aborts it after `timeout` seconds, so that it can say where it is. Raises
+    subprocess.TimeoutExpired if it has printed nothing until then, and RuntimeError if it fails.
     """
     began = time.perf_counter()
     with (
@@ -252,7 +253,8 @@ def time_start(
         process.wait()
         alarm.cancel()
     if time.perf_counter() - began >= timeout:
-        raise subprocess.TimeoutExpired(command, timeout)
-    if process.returncode:
+        if not line:
+            raise subprocess.TimeoutExpired(command, timeout)
+    elif process.returncode:
         raise RuntimeError(f"the process ended with {process.returncode}: {log.read_text()[-400:].strip()}")
     return seconds, json.loads(line)

@@ -24,6 +24,13 @@ class Prediction(NamedTuple):
     basis: str
 
 
+class Goal(NamedTuple):
+    """Either the seconds of a line, or the fraction of its roofline."""
+
+    seconds: float = 0.0
+    fraction: float = 1.0
+
+
 US, MS = 1e-6, 1e-3
 GPU: Mapping[str, Prediction] = {
     "read": Prediction(0.95, 3 * US, "H200, 2026-11-27"),
@@ -67,6 +74,29 @@ PREDICTIONS: Mapping[str, Mapping[str, Prediction]] = {
     "TPU": TPU,
     "TPU7x": TPU,
 }
+
+
+# Goals of a device kind by line: seconds, or a fraction of the data sheet's rate.
+GOALS: Mapping[str, Mapping[str, Goal]] = {
+    "NVIDIA H200": {
+        "start, cold": Goal(seconds=20.0),
+        "start, from disk": Goal(seconds=8.0),
+        "elsewhere, start": Goal(seconds=8.0),
+        "0.6B, single steps, decode 1 x 128": Goal(seconds=1.6 * MS),
+        "0.6B, decode 32 x 1,000": Goal(seconds=2.0 * MS),
+        "0.6B, job of 500 x (512 + 128)": Goal(seconds=5.0),
+        "8B, decode 1 x 1,024": Goal(fraction=0.77),
+    }
+}
+
+
+def goal_seconds(kind: str, name: str, work: Work) -> float | None:
+    """Returns the seconds that a line of this name should take at most, None if there is no goal for the device."""
+    goal = GOALS.get(kind, {}).get(name)
+    if goal is None or goal.seconds:
+        return goal and goal.seconds
+    roofline = roofline_seconds(kind, work)
+    return None if roofline is None else roofline / goal.fraction
 
 
 def prediction_of(kind: str, family: str) -> Prediction | None:

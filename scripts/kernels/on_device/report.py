@@ -12,7 +12,7 @@ from scripts.kernels.on_device import engine, lines
 from scripts.kernels.on_device.device import Record, print_device
 from scripts.kernels.on_device.lines import OURS, Line
 from scripts.kernels.on_device.peers import PUBLISHED
-from scripts.kernels.on_device.predictions import MAX_ERROR, predicted_seconds, roofline_seconds
+from scripts.kernels.on_device.predictions import MAX_ERROR, goal_seconds, predicted_seconds, roofline_seconds
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "kernels.md"
@@ -43,7 +43,8 @@ def with_rates(record: Record, line: Line | None, kind: str, best: Mapping[str, 
     is_predicted = record.get("implementation", OURS) in (OURS, "xla")
     predicted = predicted_seconds(kind, line.family, line.work) if is_predicted else None
     seconds = record.get("seconds")
-    record |= {"roofline_seconds": roofline, "predicted_seconds": predicted}
+    goal = goal_seconds(kind, line.name, line.work) if is_predicted else None
+    record |= {"roofline_seconds": roofline, "predicted_seconds": predicted, "goal_seconds": goal}
     if seconds is None:
         return record
     at_best = [
@@ -119,6 +120,23 @@ def print_summary(records: list[Record]) -> None:
     print("published by others:")
     for one in PUBLISHED:
         print(f"  {one.job}: {one.engine}, {one.device}: {one.figure} ({one.source})", flush=True)
+
+
+def result_table(about: Record, records: Iterable[Record]) -> str:
+    """Returns what a run has found so far, in Markdown: predicted, measured and goal of each record, in µs."""
+    rows = [_row(["line", "predicted", "measured", "goal", "reached", "remarks"]), "|---|" + "--:|" * 3 + "---|---|"]
+    for record in records:
+        own = record.get("implementation", OURS)
+        name = f"{record['section']}, {record['case']}{'' if own == OURS else f', {own}'}"
+        predicted, seconds, goal = (record.get(key) for key in ("predicted_seconds", "seconds", "goal_seconds"))
+        reached = "" if seconds is None or goal is None else "yes" if seconds <= goal else "no"
+        rows.append(
+            _row(
+                [name, *map(_rounded, (predicted, seconds, goal)), reached, _remarks(record).strip().replace("|", "/")]
+            )
+        )
+    heading = " · ".join(str(value).splitlines()[0] for value in about.values() if value)
+    return "\n".join([heading, "", *rows]) + "\n"
 
 
 def measured_with(measured: Record, about: Record, records: Iterable[Record]) -> Record:
