@@ -13,7 +13,7 @@
 
 A pool of 8-bit integers may have a scale for each token and head beside them: f32[P, K, S] of keys and f32[P, K, S] of
 values. A TPU's pool has both in one array f32[P, 2, K, L], so that one copy moves those of a page; L is S rounded up to
-128 lanes. A scale depends on its token alone, never on the page, or bits would depend on how a prompt was cut into chunks.
+128 lanes. A scale depends on its token alone, never on the page: else bits would depend on the chunks of a prompt.
 
 A pool of 4-bit integers always has such scales. It holds two integers to a byte, so its H above is half the head
 dimension: the low half of byte i is integer i of a head, and the high half is integer i + H.

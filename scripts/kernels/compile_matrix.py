@@ -103,6 +103,19 @@ def _attention_case(
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 
+def move_case(mesh: Any, *, num_tokens: int = 256, **sizes: Any) -> Case:
+    """Moves the slots of accepted drafts, over 2,048 pages of 128 with 8 heads of 128."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.paged_attention import abstract_pages, move_slots
+
+    pages = abstract_pages(2048, 128, 8, 128, layout="tpu", **sizes)
+    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    arguments = on_mesh({"pages": pages, "sources": slots, "targets": slots}, mesh)
+    return Case(jax.jit(move_slots, donate_argnames="pages"), arguments, pages)
+
+
 def latents_case(
     mesh: Any,
     *,
@@ -277,6 +290,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
         decode_case, num_heads=9, num_kv_heads=3, head_dim=64, window=1024, has_sinks=True, **BY_TOKEN
     ),
     "verify a tree int8 by token": functools.partial(verify_case, tree_words=1, **BY_TOKEN),
+    "move": functools.partial(move_case, dtype="bfloat16"),
+    "move int8 by token": functools.partial(move_case, dtype="int8", has_scales=True),
     "step decode": decode_step,
     "step prefill": prefill_step,
     "step prefill of 2,048 tokens": functools.partial(prefill_step, num_tokens=2048),
