@@ -13,7 +13,7 @@ from kernels_pallas.paged_attention.call import AttentionCall
 from kernels_pallas.paged_attention.layout import TPU_LANES, pad_heads, to_stored, tpu_tile
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, untuned_blocks
 from kernels_pallas.paged_attention.tpu.entry import attend_rows, check_support, plan_step
-from kernels_pallas.paged_attention.tpu.items import Plan, head_factors
+from kernels_pallas.paged_attention.tpu.items import Plan, Stored, head_factors
 
 PAGE_DTYPES = ("bfloat16", "float32")
 
@@ -36,8 +36,8 @@ def latent_attention_tpu(
     pool = pages.array.reshape(_tiled_shape(pages))
     out, pool = attend_rows(
         pad_heads(q, W),
-        pad_heads(to_stored(latents, None, pages.dtype), W)[:, None],
-        pool,
+        Stored(pad_heads(to_stored(latents, None, pages.dtype), W)[:, None]),
+        Stored(pool),
         call.in_pool(),
         num_kv_heads=1,
         decoding=blocks or untuned_blocks(pool, call.block_tables.shape[1]),
@@ -47,7 +47,7 @@ def latent_attention_tpu(
         value_width=-(-pages.latent_size // TPU_LANES) * TPU_LANES,
         interpret=interpret,
     )
-    return out[..., : pages.latent_size], replace(pages, array=pool.reshape(P, S, W))
+    return out[..., : pages.latent_size], replace(pages, array=pool.numbers.reshape(P, S, W))
 
 
 def plan_latents_tpu(pages: LatentPages, call: AttentionCall, **sizes: Any) -> Plan | None:

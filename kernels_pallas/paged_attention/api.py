@@ -50,7 +50,8 @@ def plan_attention(pages: Pages, call: AttentionCall, *, num_tokens: int, num_he
         axes = dividing_axes(K, call.mesh, HEADS_AXES)
         (spec,), K = head_specs(pages, axes).arrays, K // count_parts(call.mesh, axes)
         pool = jax.ShapeDtypeStruct(NamedSharding(call.mesh, spec).shard_shape(pool.shape), pool.dtype)
-    return plan(pool, call, num_tokens=num_tokens, num_kv_heads=K, num_groups=G)
+    sizes = {"num_tokens": num_tokens, "num_kv_heads": K, "num_groups": G}
+    return plan(pool, call, **sizes, has_scales=pages.scales is not None)
 
 
 def paged_attention(

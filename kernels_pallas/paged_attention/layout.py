@@ -11,8 +11,9 @@
            keys left and values right (C = K); wider ones take a plane for keys and one for values (C = 2 K), W being H
            rounded up to 128 with zeros.
 
-A pool of 8-bit integers may have a scale for each token and head beside them, f32[P, K, S] in every layout. A scale
-depends on its token alone, never on the page, or bits would depend on how a prompt was cut into chunks.
+A pool of 8-bit integers may have a scale for each token and head beside them: f32[P, K, S] of keys and f32[P, K, S] of
+values. A TPU's pool has both in one array f32[P, 2, K, L], so that one copy moves those of a page; L is S rounded up to
+128 lanes. A scale depends on its token alone, never on the page: else bits would depend on the chunks of a prompt.
 
 A pool of 4-bit integers always has such scales. It holds two integers to a byte, so its H above is half the head
 dimension: the low half of byte i is integer i of a head, and the high half is integer i + H.
@@ -54,7 +55,7 @@ class Pages:
     arrays: tuple[Any, ...]
     layout: str = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
-    scales: tuple[Any, ...] | None = None  # f32[P, K, S] of keys and of values; None without
+    scales: tuple[Any, ...] | None = None  # of keys and of values, see above; None without
     is_packed: bool = field(default=False, metadata={"static": True})  # a byte holds two integers of 4 bits
 
     @property
@@ -95,7 +96,8 @@ def head_specs(pages: Pages, axis: Axes) -> Pages:
     """Returns the partition of a pool whose KV heads are split over mesh axes; None leaves them whole."""
     position = 2 if pages.layout == "gpu" else 1
     arrays = (PartitionSpec(*[None] * position, axis),) * len(pages.arrays)
-    scales = None if pages.scales is None else (PartitionSpec(None, axis),) * len(pages.scales)
+    before_heads = [None] * (2 if pages.layout == "tpu" else 1)
+    scales = None if pages.scales is None else (PartitionSpec(*before_heads, axis),) * len(pages.scales)
     return replace(pages, arrays=arrays, scales=scales)
 
 
@@ -138,7 +140,8 @@ def abstract_pages(
     else:
         raise ValueError(f"layout={layout!r:.80} is unknown; choose from {LAYOUTS} or None for the platform's own")
     arrays = tuple(jax.ShapeDtypeStruct(shape, held_dtype(dtype, layout)) for shape in shapes)
-    scales = (jax.ShapeDtypeStruct((P, K, S), jnp.float32),) * 2 if has_scales else None
+    scale_shapes = [(P, 2, K, _round_up(S, TPU_LANES))] if layout == "tpu" else [(P, K, S)] * 2
+    scales = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in scale_shapes) if has_scales else None
     return Pages(arrays, layout, head_dim, scales, is_packed)
 
 
@@ -258,15 +261,20 @@ def write_kv(
     if pages.scales is None:
         k, v, scales = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype), ()
     else:
-        bits = 4 if pages.is_packed else 8
-        (k, *k_scales), (v, *v_scales) = to_integers(k, bits), to_integers(v, bits)
-        scales = *k_scales, *v_scales
-    if pages.is_packed:
-        k, v = pack_integers(k), pack_integers(v)
+        k, v, scales = as_integers(pages, k, v)
     if pages.layout == "cpu":
         width = pages.arrays[1].shape[-1]
         return _put_slots(pages, (pad_heads(k, width), pad_heads(v, width), *scales), slots)
     return _put_slots(pages, (k, v, *scales) if pages.layout == "gpu" else (pack_planes(pages, k, v), *scales), slots)
+
+
+def as_integers(pages: Pages, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Returns keys and values [n, K, H] as integers, those of a packed pool in bytes, and their scales."""
+    bits = 4 if pages.is_packed else 8
+    (k, k_scales), (v, v_scales) = to_integers(k, bits), to_integers(v, bits)
+    if pages.is_packed:
+        k, v = pack_integers(k), pack_integers(v)
+    return k, v, (jnp.stack([k_scales, v_scales], axis=1),) if pages.layout == "tpu" else (k_scales, v_scales)
 
 
 def move_slots(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
@@ -277,9 +285,8 @@ def move_slots(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
     if pages.layout != "tpu":
         return _put_slots(pages, _take_slots(pages, sources), targets)
     if pages.scales is not None:
-        index, place = (_slot_index(pages, slots)[-1] for slots in (sources, targets))
-        moved = (pool.at[place].set(pool.at[index].get(mode="clip"), mode="drop") for pool in pages.scales)
-        pages = replace(pages, scales=tuple(moved))
+        moved = _move_in_pages(pages.scales[0], sources, targets, pages.page_size)
+        pages = replace(pages, scales=(moved,))
     return replace(pages, arrays=(_move_in_tiles(pages.arrays[0], sources, targets),))
 
 
@@ -297,19 +304,40 @@ def _move_in_tiles(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> j
     new = jnp.take_along_axis(tiles[planes_of(sources)], (sources % t)[:, None, None, None], axis=2)
     targets = jnp.where(is_moved, targets, 0)
     at = planes_of(targets)
-    # Several may come to one tile: each writes it with all of them in.
-    is_here = (targets[:, None] // t == targets[None] // t) & is_moved[None]
-    comes = is_here[:, None] & (jnp.arange(t)[None, :, None] == (targets % t)[None, None])  # [n, t, n]
+    comes = _comers(targets, is_moved, t)
     moved = new[comes.argmax(-1), :, 0].swapaxes(1, 2)  # [n, C, t, W]
     whole = jnp.where(comes.any(-1)[:, None, :, None], moved, tiles[at])
     tiles = tiles.at[jnp.where(is_moved[:, None], at, len(tiles))].set(whole, mode="drop")
     return tiles.reshape(pool.shape)
 
 
+def _move_in_pages(pool: jax.Array, sources: jax.Array, targets: jax.Array, page_size: int) -> jax.Array:
+    """`move_slots` in the scales [P, 2, K, L] of a TPU pool, by whole pages for the same reason."""
+    P, _, _, L = pool.shape
+    is_moved = targets < P * page_size
+    new = jnp.take_along_axis(pool[sources // page_size], (sources % page_size)[:, None, None, None], axis=3)
+    targets = jnp.where(is_moved, targets, 0)
+    at = targets // page_size
+    comes = _comers(targets, is_moved, page_size)
+    moved = jnp.moveaxis(new[comes.argmax(-1), :, :, 0], 1, 3)  # [n, 2, K, S]
+    whole = jnp.where(pad_heads(comes.any(-1), L)[:, None, None], pad_heads(moved, L), pool[at])
+    return pool.at[jnp.where(is_moved, at, P)].set(whole, mode="drop")
+
+
+def _comers(targets: jax.Array, is_moved: jax.Array, t: int) -> jax.Array:
+    """Returns whether move i goes to slot s of the tile of t slots of target j, bool[n, t, n] by j, s and i.
+
+    Several may come to one tile: each writes it with all of them in.
+    """
+    is_here = (targets[:, None] // t == targets[None] // t) & is_moved[None]
+    return is_here[:, None] & (jnp.arange(t)[None, :, None] == (targets % t)[None, None])
+
+
 def _slot_index(pages: Pages, slots: jax.Array) -> list[tuple[Any, ...]]:
     """Returns where each array of the pool holds the tokens of slots i32[n], its scales last."""
     (page_ids, offsets), every = (slots // pages.page_size, slots % pages.page_size), slice(None)
-    scales = [(page_ids, every, offsets)] * len(pages.scales or ())
+    place = (page_ids, *[every] * (2 if pages.layout == "tpu" else 1), offsets)
+    scales = [place] * len(pages.scales or ())
     if pages.layout == "cpu":
         return [(page_ids, every, every, offsets), (page_ids, every, offsets), *scales]
     if pages.layout == "gpu":
@@ -382,7 +410,7 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
     if pages.scales is None:
         return k, v
     k, v = _integers(pages, k, axis=2), _integers(pages, v, axis=3)
-    k_scales, v_scales = (pool[page_ids] for pool in pages.scales)
+    k_scales, v_scales = _scales_of_pages(pages, page_ids)
     return from_integers(k, k_scales[:, :, None]), from_integers(v, v_scales[..., None])
 
 
@@ -408,6 +436,15 @@ def _stored_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Arr
     return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
 
+def _scales_of_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the scales f32[n, K, S] of keys and of values."""
+    found = [pool[page_ids] for pool in pages.scales or ()]
+    if pages.layout != "tpu":
+        return found[0], found[1]
+    joined = found[0][..., : pages.page_size]
+    return joined[:, 0], joined[:, 1]
+
+
 def require_wide(pages: Any) -> None:
     """Raises NotImplementedError for a pool whose numbers have 8 bits or fewer."""
     if pages.dtype.itemsize == 1:
@@ -430,12 +467,14 @@ def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
 def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values [n, K, H] at slots i32[n]: numbers as stored, or f32 if the pool has scales."""
     found = _take_slots(pages, slots)
-    k, v = _unpack_planes(pages, found[0]) if pages.layout == "tpu" else found[:2]
+    num_arrays = len(pages.arrays)
+    k, v = _unpack_planes(pages, found[0]) if pages.layout == "tpu" else found[:num_arrays]
     k, v = _integers(pages, k, axis=k.ndim - 1), _integers(pages, v, axis=v.ndim - 1)
     k, v = k[..., : pages.head_dim], v[..., : pages.head_dim]
     if pages.scales is None:
         return k, v
-    k_scales, v_scales = found[-2:]
+    scales = found[num_arrays:]
+    k_scales, v_scales = (scales[0][:, 0], scales[0][:, 1]) if pages.layout == "tpu" else scales
     return from_integers(k, k_scales[..., None]), from_integers(v, v_scales[..., None])
 
 

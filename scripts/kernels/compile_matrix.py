@@ -74,6 +74,7 @@ def _attention_case(
     page_size: int = 128,
     dtype: str = "bfloat16",
     page_dtype: str | None = None,
+    has_token_scales: bool = False,
     context: int = 2048,
     tree_words: int = 0,
     has_sinks: bool = False,
@@ -86,13 +87,13 @@ def _attention_case(
     from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu
 
     T, B, N, K, H, M = num_tokens, num_rows, num_heads, num_kv_heads, head_dim, context // page_size
-    pages = abstract_pages(128 * M, page_size, K, H, page_dtype or dtype, "tpu")
+    pages = abstract_pages(128 * M, page_size, K, H, page_dtype or dtype, "tpu", has_scales=has_token_scales)
     shapes = {"q": (T, N, H), "k": (T, K, H), "v": (T, K, H)}
     arguments: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     arguments["pages"] = pages
     tables = {"block_tables": (B, M), "kv_lens": (B,), "cu_q_lens": (B + 1,)}
     arguments |= {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in tables.items()}
-    if jnp.dtype(pages.dtype).itemsize == 1:
+    if jnp.dtype(pages.dtype).itemsize == 1 and not has_token_scales:
         arguments |= {name: jax.ShapeDtypeStruct((K,), jnp.float32) for name in ("k_scale", "v_scale")}
     if tree_words:
         arguments["tree_mask"] = jax.ShapeDtypeStruct((T, tree_words), jnp.uint32)
@@ -100,6 +101,19 @@ def _attention_case(
         arguments["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
     attend = functools.partial(by_name(paged_attention_tpu), scale=H**-0.5, **options)
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
+
+
+def move_case(mesh: Any, *, num_tokens: int = 256, **sizes: Any) -> Case:
+    """Moves the slots of accepted drafts, over 2,048 pages of 128 with 8 heads of 128."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.paged_attention import abstract_pages, move_slots
+
+    pages = abstract_pages(2048, 128, 8, 128, layout="tpu", **sizes)
+    slots = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    arguments = on_mesh({"pages": pages, "sources": slots, "targets": slots}, mesh)
+    return Case(jax.jit(move_slots, donate_argnames="pages"), arguments, pages)
 
 
 def latents_case(
@@ -213,13 +227,18 @@ def full_draw_case(mesh: Any, *, num_rows: int = 64, vocab_size: int = 151936, c
 tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
 decode_step = functools.partial(tpu_step, step="decode_step", num_tokens=32, num_pages=512)
 prefill_step = functools.partial(tpu_step, step="prefill_step", num_tokens=512, num_pages=512)
+verify_trees = functools.partial(tpu_step, step="verify_step", num_tokens=256, num_pages=512, tree_q_len=8)
 
 # Four buffers of 512 tokens, whatever is tuned, so that one device compares with another.
 decode_512 = functools.partial(decode_case, blocks=Blocks(pages=4, buffers=4))
 
+# Integers with a scale for each token and head, as an engine keeps them.
+BY_TOKEN: dict[str, Any] = {"page_dtype": "int8", "has_token_scales": True}
+
 CASES: dict[str, Callable[[Any], Case]] = {
     "decode": decode_512,
     "decode int8": functools.partial(decode_512, page_dtype="int8"),
+    "decode int8 by token": functools.partial(decode_512, **BY_TOKEN),
     "decode fp8": functools.partial(decode_512, page_dtype="float8_e4m3fn"),
     "decode as tuned": decode_case,
     "decode float32": functools.partial(decode_case, dtype="float32"),
@@ -233,6 +252,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode pages of 256": functools.partial(decode_case, page_size=256),
     "prefill": prefill_case,
     "prefill int8": functools.partial(prefill_case, page_dtype="int8"),
+    "prefill int8 by token": functools.partial(prefill_case, **BY_TOKEN),
     "prefill fp8": functools.partial(prefill_case, page_dtype="float8_e4m3fn"),
     "prefill head_dim 64": functools.partial(prefill_case, head_dim=64, window=1024, has_sinks=True),
     "prefill head_dim 256": functools.partial(prefill_case, head_dim=256, num_heads=16, num_kv_heads=4, softcap=50.0),
@@ -264,10 +284,18 @@ CASES: dict[str, Callable[[Any], Case]] = {
         product_case, num_tokens=512, num_channels=4096, num_inputs=14336, weights="int4", group_size=128
     ),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
+    "decode int8 by token pages of 32": functools.partial(decode_case, page_size=32, **BY_TOKEN),
+    "decode int8 by token 1 KV head": functools.partial(decode_case, num_heads=4, num_kv_heads=1, **BY_TOKEN),
+    "decode int8 by token head_dim 64": functools.partial(
+        decode_case, num_heads=9, num_kv_heads=3, head_dim=64, window=1024, has_sinks=True, **BY_TOKEN
+    ),
+    "verify a tree int8 by token": functools.partial(verify_case, tree_words=1, **BY_TOKEN),
+    "move": functools.partial(move_case, dtype="bfloat16"),
+    "move int8 by token": functools.partial(move_case, dtype="int8", has_scales=True),
     "step decode": decode_step,
     "step prefill": prefill_step,
     "step prefill of 2,048 tokens": functools.partial(prefill_step, num_tokens=2048),
-    "step verify trees": functools.partial(tpu_step, step="verify_step", num_tokens=256, num_pages=512, tree_q_len=8),
+    "step verify trees": verify_trees,
     "step verify beside prefill": functools.partial(
         tpu_step, step="verify_step", num_tokens=512, num_pages=512, mixed_q_len=2
     ),
@@ -275,6 +303,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
     "step prefill int4 weights": functools.partial(prefill_step, quantization="int4", num_pages=256),
     "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),
+    "step decode int8 weights and pages": functools.partial(
+        decode_step, quantization="int8", cache_dtype="int8", num_pages=512
+    ),
+    "step prefill int8 weights and pages": functools.partial(
+        prefill_step, quantization="int8", cache_dtype="int8", num_pages=512
+    ),
+    "step verify trees int8 pages": functools.partial(verify_trees, cache_dtype="int8"),
     "draw step full": full_draw_case,
 }
 KERNEL_CASES = tuple(name for name in CASES if "step" not in name.split())

@@ -43,6 +43,7 @@ def step_case(
     num_pages: int,
     page_size: int,
     dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
     num_bounded_pages: tuple[int, ...] = (),
     kernels: tuple[str, ...] = (),
     checkpoint: Path | None = None,
@@ -50,7 +51,8 @@ def step_case(
 ) -> Case:
     """A whole step of a model of `checkpoint.published`, split over a whole mesh; `options` are those of `step_call`.
 
-    Everything is in `dtype`, except weights that a `quantization` quantizes, or that a `checkpoint` of the model packs.
+    Everything is in `dtype`, except weights that a `quantization` quantizes, or that a `checkpoint` of the model packs,
+    and keys and values that are in `cache_dtype`, if given.
     """
     from jaxinfer.checkpoint import abstract_checkpoint
     from jaxinfer.checkpoint.published import published_config
@@ -58,7 +60,8 @@ def step_case(
     from jaxinfer.plan.compiler import step_call
     from kernels_pallas.gpu_products import weight_itemsize
 
-    cache = CacheConfig(num_pages=num_pages, num_bounded_pages=num_bounded_pages, page_size=page_size, dtype=dtype)
+    pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
+    cache = CacheConfig(**pages, dtype=cache_dtype or dtype)
     config = published_config(model)
     if checkpoint is not None:
         options["params"], config = abstract_checkpoint(checkpoint, dtype, mesh=mesh)

@@ -51,7 +51,7 @@ def attention_of_block(
     NB, _, block_tiles, tile, W = s.kv.shape
     K, R, V = s.acc.shape
     planes, block = s.kv.shape[1] // K, block_tiles * tile
-    has_tree, has_offsets = hasattr(s, "tree_hbm"), hasattr(s, "offsets")
+    has_tree, has_offsets, has_scales = hasattr(s, "tree_hbm"), hasattr(s, "offsets"), hasattr(s, "scales")
 
     def visible(i, b, piece):
         """Which keys the rows of a piece see, bool[size, width]."""
@@ -76,12 +76,17 @@ def attention_of_block(
         tiles = s.kv[slot, head * planes + plane, pl.ds(first // tile, width // tile), :, :lanes]
         return _as_operand(tiles.reshape(width, lanes), s.q.dtype)
 
+    def scales(piece, which):
+        """Returns the scales f32[1, width] of the piece's keys (0) or values (1)."""
+        head, _, _, first, width = piece
+        return s.scale_rows[which, first // width, pl.ds(head, 1)]
+
     def score(i, slot, piece):
         """Returns the scores f32[size, width], in base 2, of all keys."""
         head, r, size, first, width = piece
         queries = s.q[lax.rem(i, s.q.shape[0]), head, pl.ds(r, size)]
         scores = _product(queries, stored(slot, head, 0, first, width, W), 1)
-        scores = scores * s.factors[0, head]
+        scores = scores * (scales(piece, 0) if has_scales else s.factors[0, head])
         return scores if softcap is None else jnp.tanh(scores) * (softcap * LOG2_E)
 
     def score_visible(i, b, slot, piece):
@@ -101,6 +106,8 @@ def attention_of_block(
         maximum, rescale = raise_maximum(piece, greatest)
         weights = jnp.exp2(scores - _across(maximum, width))
         s.total[head, pl.ds(r, size)] = rescale * s.total[head, pl.ds(r, size)] + _lane_sums(weights)
+        if has_scales:
+            weights = weights * scales(piece, 1)
         return weights.astype(s.q.dtype), rescale
 
     def add_values(slot, piece, weights, rescale):
@@ -179,6 +186,19 @@ def attention_of_block(
         pl.when(~sees_all)(lambda: attend_many_rows(slot, functools.partial(score_visible, i, b, slot)))
 
     return attend_block
+
+
+def take_scales(s: SimpleNamespace, slot: jax.Array) -> None:
+    """Puts the scales of the pages of the block at `slot` beside each other, a row of lanes for the keys of a piece.
+
+    Those of keys are multiplied by the factor of scores, the same for all heads where tokens have scales.
+    """
+    (_, num_pieces, _, width), num_pages = s.scale_rows.shape, s.scales.shape[1]
+    page = num_pieces * width // num_pages
+    rows = jnp.concatenate([s.scales[slot, p][:, :, :page] for p in range(num_pages)], axis=-1)  # [2, K, block]
+    for which, factor in enumerate((s.factors[0, 0], 1.0)):
+        for n in range(num_pieces):
+            s.scale_rows[which, n] = rows[which, :, n * width : (n + 1) * width] * factor
 
 
 def reads_as_fn(dtype) -> bool:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.call import AttentionCall, token_rows
-from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
+from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, as_integers, pack_planes, pad_heads, to_stored
 from kernels_pallas.paged_attention.online_softmax import LOG2_E
 from kernels_pallas.paged_attention.tpu.attend import reads_as_fn
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, chip_at_hand, decode_blocks, ragged_blocks
@@ -31,7 +31,9 @@ from kernels_pallas.paged_attention.tpu.items import (
     Plan,
     RaggedPlan,
     SinglePlan,
+    Stored,
     head_factors,
+    new_scales,
     new_tiles,
     plan_decode,
     plan_tiles,
@@ -61,10 +63,10 @@ def paged_attention_tpu(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `blocks` overrides the block sizes, and the plan is for the same."""
-    if pages.scales is not None:
+    if pages.is_packed:
         raise NotImplementedError(
-            "pages with a scale for each token have no TPU kernel; use float8_e4m3fn, without scales (of an engine"
-            " EngineConfig.cache_dtype='fp8')"
+            "pages of int4 have no TPU kernel; use int8 or float8_e4m3fn (of an engine EngineConfig.cache_dtype='int8'"
+            " or 'fp8')"
         )
     check_support(q, pages, PAGE_DTYPES)
     if pages.layout != "tpu":
@@ -78,12 +80,12 @@ def paged_attention_tpu(
     W, G = pool.shape[-1], N // K
     new = None
     if k is not None and v is not None:
-        new = pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype))
+        new = _new_of(pages, k, v, k_scale, v_scale)
     factor = FNUZ_FACTOR if pages.is_fnuz and not reads_as_fn(pool.dtype) else 1.0
     out, pool = attend_rows(
         pad_heads(q, W),
         new,
-        pool,
+        Stored(pool, *(pages.scales or ())),
         call.in_pool(),
         num_kv_heads=K,
         decoding=blocks or decode_blocks(pages, call.block_tables.shape[1], G),
@@ -94,21 +96,30 @@ def paged_attention_tpu(
     )
     # Packed heads keep their values, and so their result, in the right half of the lanes.
     first = 0 if pages.head_dim * 2 > LANES else W // 2
-    return out[..., first : first + H], replace(pages, arrays=(pool,))
+    scales = None if pool.scales is None else (pool.scales,)
+    return out[..., first : first + H], replace(pages, arrays=(pool.numbers,), scales=scales)
+
+
+def _new_of(pages: Pages, k: jax.Array, v: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None) -> Stored:
+    """Returns keys and values [T, K, H] as the pool holds them."""
+    if pages.scales is None:
+        return Stored(pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)))
+    k, v, scales = as_integers(pages, k, v)
+    return Stored(pack_planes(pages, k, v), *scales)
 
 
 def attend_rows(
     queries: jax.Array,
-    new: jax.Array | None,
-    pool: jax.Array,
+    new: Stored | None,
+    pool: Stored,
     call: AttentionCall,
     *,
     num_kv_heads: int,
     decoding: Blocks,
     tiling: Blocks | None,
     **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the attention [T, N, V] of queries [T, N, W], and the pool with `new` [T, C, W] appended.
+) -> tuple[jax.Array, Stored]:
+    """Returns the attention [T, N, V] of queries [T, N, W], and the pool with `new` of the tokens appended.
 
     The call is `in_pool`; a plan of `plan_step` is made here if it has none. `decoding` are the block sizes of rows
     with one token, `tiling` those of others, by rules if None; `options` are those of `run_kernel`.
@@ -122,7 +133,7 @@ def attend_rows(
         )
     (T, N, _), (B, M), K = queries.shape, block_tables.shape, num_kv_heads
     G = N // K
-    tiling = tiling or ragged_blocks(pool, M, T, B, K, G, q_len, tree_mask)
+    tiling = tiling or ragged_blocks(pool.numbers, M, T, B, K, G, q_len, tree_mask)
     if plan is not None and plan.ragged is not None and plan.ragged.tokens.shape[1] != tiling.queries:
         raise ValueError(
             f"plan has items of {plan.ragged.tokens.shape[1]} queries but {tiling} is used; make it for them"
@@ -130,7 +141,8 @@ def attend_rows(
     if q_len != 1:
         _check_tree(tree_mask, tiling, q_len or T)
     if plan is None:
-        plan = plan_step(pool, call, num_tokens=T, num_kv_heads=K, num_groups=G, tiling=tiling)
+        sizes = {"num_tokens": T, "num_kv_heads": K, "num_groups": G, "has_scales": pool.scales is not None}
+        plan = plan_step(pool.numbers, call, **sizes, tiling=tiling)
     block_tables = block_tables.astype(jnp.int32)
     options |= {"window": call.window, "softcap": call.softcap}
     run = functools.partial(run_kernel, block_tables=block_tables, **options)
@@ -141,7 +153,7 @@ def attend_rows(
     if plan.single is None:
         return out, pool
     decode, last, row, is_single = plan.single
-    new = None if new is None else new[last]
+    new = jax.tree.map(lambda x: x[last], new)
     decoded, pool = _decode(run, decode, queries[last], new, pool, decoding, K)
     # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
     return jnp.where(is_single[:, None, None], decoded[row], out), pool
@@ -154,6 +166,7 @@ def plan_step(
     num_tokens: int,
     num_kv_heads: int,
     num_groups: int,
+    has_scales: bool = False,
     tiling: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of a step for layers with a pool [P, C, S / t, t, W], of which the shape matters.
@@ -186,7 +199,10 @@ def plan_step(
         tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
     tiles = plan_tiles(kv_lens - q_lens, q_lens, starts, T, M, page_tiles, tile)
     is_real = jnp.arange(T) - starts[row] < q_lens[row]
-    return Plan(ragged=RaggedPlan(items, tokens, tree, tiles, is_real), single=single)
+    scale_tiles = None
+    if has_scales:
+        scale_tiles = plan_tiles(kv_lens - q_lens, q_lens, starts, T, M, 1, page_tiles * tile)
+    return Plan(ragged=RaggedPlan(items, tokens, tree, tiles, is_real, scale_tiles), single=single)
 
 
 def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
@@ -215,7 +231,7 @@ def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
 
 
 def _decode(run, plan, queries, new, pool, blocks, K):
-    """queries [B, N, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
+    """queries [B, N, W], new of B tokens or None: one token a row, appended in the block that holds its page."""
     B, N, W = queries.shape
     G = N // K
     padded = jnp.pad(queries.reshape(B, K, G, W), ((0, 0), (0, 0), (0, padded_rows(G, blocks) - G), (0, 0)))
@@ -225,7 +241,11 @@ def _decode(run, plan, queries, new, pool, blocks, K):
 
 
 def _ragged(run, plan, queries, new, pool, block_tables, blocks, G):
-    """queries [T, N, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
-    tiles = None if new is None else new_tiles(plan.tiles, new, pool, block_tables)
-    out, pool = run(plan.items, queries, pool, tiles=tiles, tree=plan.tree, blocks=blocks, num_groups=G)
+    """queries [T, N, W], new of T tokens or None: any number of tokens a row, appended before anything is read."""
+    appended = {}
+    if new is not None:
+        appended["tiles"] = new_tiles(plan.tiles, new.numbers, pool.numbers, block_tables)
+    if new is not None and new.scales is not None:
+        appended["scale_tiles"] = new_scales(plan.scale_tiles, new.scales, pool.scales, block_tables)
+    out, pool = run(plan.items, queries, pool, **appended, tree=plan.tree, blocks=blocks, num_groups=G)
     return jnp.where(plan.is_real[:, None, None], out, jnp.zeros((), out.dtype)), pool

@@ -21,6 +21,7 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
     K = s.acc.shape[0]
     page_tiles, block, M = s.pool.shape[2], block_tiles * tile, s.tables.shape[0] // num_rows
     num_items, has_new, has_tree = s.count[0], hasattr(s, "new_hbm"), hasattr(s, "tree_hbm")
+    has_scales = hasattr(s, "scales")
 
     def first_seen(i):
         """The first position that item i sees."""
@@ -45,6 +46,8 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
             page_id = s.tables[s.row[i] * M + b * (block_tiles // page_tiles) + p]
             source = s.pool.at[page_id, :, pl.ds(0, size)]
             pltpu.make_async_copy(source, s.kv.at[slot, :, pl.ds(p * page_tiles, size)], s.kv_arrived.at[slot]).start()
+            if has_scales:
+                pltpu.make_async_copy(s.scale_pool.at[page_id], s.scales.at[slot, p], s.kv_arrived.at[slot]).start()
             return 0
 
         lax.fori_loop(start // page_tiles, pl.cdiv(end, page_tiles), start_page, 0)
@@ -56,6 +59,18 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
         def _():  # waits for the bytes of all pages of the block at once
             part = s.kv.at[slot, :, pl.ds(0, end - start)]
             pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()
+            if has_scales:
+                scales = s.scales.at[slot, pl.ds(0, pl.cdiv(end, page_tiles) - start // page_tiles)]
+                pltpu.make_async_copy(scales, scales, s.kv_arrived.at[slot]).wait()
+
+    def zero_scales(slot, start, end):
+        """Zeros scales as `zero_values` zeros values, of the pages that begin at tiles from start to before end."""
+
+        def zero_page(p, _):
+            s.scales[slot, p] = jnp.zeros(s.scales.shape[2:], jnp.float32)
+            return 0
+
+        lax.fori_loop(pl.cdiv(start, page_tiles), pl.cdiv(end, page_tiles), zero_page, 0)
 
     def zero_values(slot, start, end):
         """Zeros tiles of values: an earlier row's may be NaN, and 0 * NaN is NaN. Scores are masked whatever keys are.
@@ -74,10 +89,14 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
     def zero_before(i, b, slot):
         start, _ = fetched_tiles(i, b)
         zero_values(slot, 0, start)
+        if has_scales:
+            zero_scales(slot, 0, start)
 
     def zero_after(i, b, slot):
         _, end = fetched_tiles(i, b)
         zero_values(slot, end, block_tiles)
+        if has_scales:
+            zero_scales(slot, end, block_tiles)
 
     def item_copies(i):
         slot, source = lax.rem(i, NB), s.source[i]
@@ -88,6 +107,8 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
             pairs = [(s.q_hbm.at[source], s.q.at[slot])]
         if has_new:
             pairs.append((s.new_hbm.at[source], s.new.at[slot]))
+            if has_scales:
+                pairs.append((s.new_scales_hbm.at[source], s.new_scales.at[slot]))
         if has_tree:
             pairs.append((s.tree_hbm.at[i], s.tree.at[slot]))
         return [pltpu.make_async_copy(hbm, vmem, s.q_arrived.at[slot]) for hbm, vmem in pairs]

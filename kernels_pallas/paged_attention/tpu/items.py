@@ -7,9 +7,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.paged_attention.layout import pad_heads
 from kernels_pallas.paged_attention.online_softmax import LOG2_E
 
 LANES = 128
+
+
+class Stored(NamedTuple):
+    """Keys and values as a pool holds them: those of its pages, or those of tokens."""
+
+    numbers: jax.Array  # [P, C, S / t, t, W] of a pool, [T, C, W] of tokens
+    scales: jax.Array | None = None  # f32[P, 2, K, L] or f32[T, 2, K] of keys and values; None without
 
 
 class Items(NamedTuple):
@@ -44,6 +52,7 @@ class RaggedPlan(NamedTuple):
     tree: jax.Array | None  # i32[items, words, R, LANES]
     tiles: Tiles
     is_real: jax.Array  # bool[T]
+    scale_tiles: Tiles | None = None  # the pages with the scales of new tokens, each a tile; None without scales
 
 
 class DecodePlan(NamedTuple):
@@ -132,6 +141,17 @@ def new_tiles(tiles: Tiles, new, pool, block_tables):
     old = pool[block_tables[rows, tiles.first_page], :, tiles.first_place]  # [B, C, t, W]
     values = jnp.where(tiles.is_old[:, None, :, None], old[tiles.row], values)
     return values, block_tables[tiles.row, tiles.page], tiles.place, tiles.count
+
+
+def new_scales(tiles: Tiles, new, pool, block_tables):
+    """Cuts the scales of new tokens [T, 2, K] into whole pages, the tiles of a plan for tiles as long as a page.
+
+    Returns scales [n, 2, K, L], their pages i32[n], and how many there are i32[1], as `new_tiles` does.
+    """
+    values = pad_heads(new.at[tiles.token].get(mode="fill", fill_value=0).transpose(0, 2, 3, 1), pool.shape[-1])
+    old = pool[block_tables[jnp.arange(block_tables.shape[0]), tiles.first_page]]  # [B, 2, K, L]
+    is_old = pad_heads(tiles.is_old, pool.shape[-1])[:, None, None]
+    return jnp.where(is_old, old[tiles.row], values), block_tables[tiles.row, tiles.page], tiles.count
 
 
 def head_factors(K: int, factor: float, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:

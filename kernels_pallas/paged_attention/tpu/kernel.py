@@ -14,10 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.device import VMEM_BYTES
 from kernels_pallas.paged_attention.online_softmax import MASKED
 from kernels_pallas.paged_attention.tpu.append import append_tiles, appending
-from kernels_pallas.paged_attention.tpu.attend import MAX_ROWS_IN_REGISTERS, attention_of_block, piece_width
+from kernels_pallas.paged_attention.tpu.attend import (
+    MAX_ROWS_IN_REGISTERS,
+    attention_of_block,
+    piece_width,
+    take_scales,
+)
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from kernels_pallas.paged_attention.tpu.fetch import fetching
-from kernels_pallas.paged_attention.tpu.items import LANES, sinks_of_rows
+from kernels_pallas.paged_attention.tpu.items import LANES, Stored, sinks_of_rows
 from kernels_pallas.paged_attention.tpu.rows import give_rows, give_tokens, take_rows
 
 # Rows of a 32-bit register; a group of query heads is padded to them.
@@ -45,11 +50,12 @@ def run_kernel(
     interpret,
     new=None,
     tiles=None,
+    scale_tiles=None,
     tree=None,
     num_groups=None,
     value_width=None,
 ):
-    """queries [items, K, R, W] -> [items, K, R, V], and the pool. `new` or `tiles` are appended.
+    """queries [items, K, R, W] -> [items, K, R, V], and the pool. `new`, or `tiles` and `scale_tiles`, are appended.
 
     With `num_groups` G queries are [T, N, W] -> [T, N, V], and the items say which tokens are theirs; the kernel leaves
     out the tokens of none. `tree` is i32[items, words, R, LANES]. V is `value_width`, whole rows of lanes; None is W.
@@ -60,11 +66,13 @@ def run_kernel(
         (_, N, W), Q = queries.shape, blocks.queries
         K, R = N // num_groups, padded_rows(Q * num_groups, blocks)
     V = value_width or W
+    pool, scales = pool
     C, page_tiles, tile = pool.shape[1:4]
     NB, block_tiles = blocks.buffers, blocks.pages * page_tiles
     in_hbm, in_vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
     scalars = {"tables": block_tables.reshape(-1), "factors": factors, **items._asdict()}
     inputs = {"q_hbm": (queries, in_hbm), "pool_in": (pool, in_hbm)}
+    pools = {"pool": pool}
     scratch = {
         "kv": pltpu.VMEM((NB, C, block_tiles, tile, W), pool.dtype),
         "maximum": pltpu.VMEM((K, R, LANES), jnp.float32),
@@ -74,21 +82,34 @@ def run_kernel(
         "q_arrived": pltpu.SemaphoreType.DMA((NB,)),
         "out_left": pltpu.SemaphoreType.DMA((2,)),
     }
+    width = piece_width(block_tiles * tile)
+    if scales is not None:
+        inputs["scales_in"], pools["scale_pool"] = (scales, in_hbm), scales
+        scratch["scales"] = pltpu.VMEM((NB, blocks.pages, *scales.shape[1:]), jnp.float32)
+        scratch["scale_rows"] = pltpu.VMEM((2, block_tiles * tile // width, K, width), jnp.float32)
     if R > MAX_ROWS_IN_REGISTERS:
-        size, width = min(R, blocks.rows), piece_width(block_tiles * tile)
+        size = min(R, blocks.rows)
         scratch["scores"] = pltpu.VMEM((size, width), jnp.float32)
         scratch["greatest"] = pltpu.VMEM((size, LANES), jnp.float32)
         scratch["weights"] = pltpu.VMEM((size, width), queries.dtype)
         scratch["rescale"] = pltpu.VMEM((size, LANES), jnp.float32)
     if new is not None:
-        inputs["new_hbm"] = (new, in_hbm)
+        inputs["new_hbm"] = (new.numbers, in_hbm)
         scratch["new"] = pltpu.VMEM((NB, C, W), pool.dtype)
         scratch["written"] = pltpu.VMEM((2, C, tile, W), pool.dtype)
         scratch["tile_left"] = pltpu.SemaphoreType.DMA((2,))
+        if scales is not None:
+            in_lanes = jnp.broadcast_to(new.scales[..., None], (*new.scales.shape, scales.shape[-1]))
+            inputs["new_scales_hbm"] = (in_lanes, in_hbm)
+            scratch["new_scales"] = pltpu.VMEM((NB, *scales.shape[1:]), jnp.float32)
+            scratch["written_scales"] = pltpu.VMEM((2, *scales.shape[1:]), jnp.float32)
     if tiles is not None:
         values, scalars["tile_pages"], scalars["tile_places"], scalars["num_tiles"] = tiles
         inputs["tiles_hbm"] = (values, in_hbm)
         scratch["tiles_left"] = pltpu.SemaphoreType.DMA(())
+    if scale_tiles is not None:
+        values, scalars["scale_pages"], scalars["num_scale_pages"] = scale_tiles
+        inputs["new_scales_hbm"] = (values, in_hbm)
     if tree is not None:
         inputs["tree_hbm"] = (tree, in_hbm)
         scratch["tree"] = pltpu.VMEM((NB, *tree.shape[1:]), jnp.int32)
@@ -108,29 +129,30 @@ def run_kernel(
         inputs["sinks"] = (sinks_of_rows(sinks, R), in_vmem)
     kernel = functools.partial(
         _kernel,
-        names=(*scalars, *inputs, "out_hbm", "pool", *scratch),
+        names=(*scalars, *inputs, "out_hbm", *pools, *scratch),
         num_rows_of_tables=block_tables.shape[0],
         window=window,
         softcap=softcap,
     )
-    return pl.pallas_call(
+    out, *pools = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[in_hbm] * 2,
+            out_specs=[in_hbm] * (1 + len(pools)),
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*queries.shape[:-1], V), queries.dtype),
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in pools.values()),
         ],
-        input_output_aliases={len(scalars) + 1: 1},
+        input_output_aliases={len(scalars) + 1 + n: 1 + n for n in range(len(pools))},
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_BYTES),
         name="paged_decode" if num_groups is None else "paged_ragged",
     )(*scalars.values(), *(array for array, _ in inputs.values()))
+    return out, Stored(*pools)
 
 
 def _kernel(*refs, names, num_rows_of_tables, window, softcap):
@@ -141,7 +163,7 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
     num_items, block = s.count[0], block_tiles * tile
     attend_block = attention_of_block(s, window=window, softcap=softcap)
     fetch = fetching(s, num_rows=num_rows_of_tables, window=window)
-    append, tile_copy = appending(s, num_rows=num_rows_of_tables)
+    append, append_copies = appending(s, num_rows=num_rows_of_tables)
 
     has_rows = hasattr(s, "rows")
 
@@ -176,6 +198,8 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
                 fetch.zero_after(i, b, slot)
                 append(i, slot)
 
+            if hasattr(s, "scales"):
+                take_scales(s, slot)
             attend_block(i, b, slot)
             return step + 1, *ahead
 
@@ -215,4 +239,5 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
         def _(i=num_items - back):
             out_copy(i).wait()
             if hasattr(s, "new_hbm"):
-                tile_copy(i).wait()
+                for copy in append_copies(i):
+                    copy.wait()

@@ -52,6 +52,17 @@ def test_a_prefix_found_in_the_cache_yields_what_computing_it_does(tpu_llm):
     check_same(found, computed)
 
 
+def test_keys_and_values_in_int8_yield_what_the_reference_does(checkpoint, expected, monkeypatch):
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "cache_dtype": "int8"}
+    rounded = small_engine(checkpoint, **options).generate(PROMPTS[:1], PARAMS[:1])
+    interpret_tpu_kernels(monkeypatch)
+    llm = small_engine(checkpoint, **options)
+    poison_cache(llm)
+
+    check_same(llm.generate(PROMPTS[:1], PARAMS[:1]), rounded)
+    assert rounded[0].log_probs != expected[0].log_probs
+
+
 def test_attention_in_plain_jax_is_for_whoever_asks_where_kernels_refuse(checkpoint, expected, monkeypatch):
     def refuse(*args, **kwargs):
         raise NotImplementedError("block_tables take too much scalar memory")

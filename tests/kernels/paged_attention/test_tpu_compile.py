@@ -24,6 +24,8 @@ MAX_BUNDLES = {
     ("v6e", "decode"): 1300,
     ("v5e", "decode int8"): 1.1 * READ_CYCLES["v5e"] / 2,
     ("v6e", "decode int8"): 1.1 * READ_CYCLES["v6e"] / 2,
+    ("v5e", "decode int8 by token"): 1.1 * READ_CYCLES["v5e"] / 2,
+    ("v6e", "decode int8 by token"): 1.1 * READ_CYCLES["v6e"] / 2,
     ("v5e", "decode fp8"): 1.1 * READ_CYCLES["v5e"] / 2,
     ("v6e", "decode fp8"): 1.1 * READ_CYCLES["v6e"] / 2,
 }
@@ -31,32 +33,37 @@ MAX_BUNDLES = {
 # the matrix units do per cycle, 197 Tflop/s at 1.5 GHz and 918 at 1.75.
 PIECE = {"v5e": (128, 197e12 / 1.5e9), "v6e": (256, 918e12 / 1.75e9)}
 MIN_RATES = {("v5e", "prefill"): (0.5, 0.5), ("v6e", "prefill"): (0.25, 0.24)}
+# Pages of integers with a scale for each token, beside fp8 without.
+PREFILL_BY_TOKEN = ("prefill int8 by token", "prefill fp8")
 PRODUCTS = tuple(name for name in KERNEL_CASES if name.startswith("product"))
 # What is compiled here; `scripts/kernels/compile_matrix.py` has every case for every device, which takes longer.
 KERNELS = {
     "v5e": (
         *(name for name in KERNEL_CASES if name.startswith("decode")),
-        *("prefill", "prefill head_dim 64", "prefill head_dim 512", "verify"),
+        *("prefill", "prefill head_dim 64", "prefill head_dim 512", "verify", "move", "move int8 by token"),
+        *PREFILL_BY_TOKEN,
         *("experts decode", "experts decode int8", "experts decode int4", "experts prefill"),
         *PRODUCTS,
     ),
     "v5p": ("decode", "decode int8", "decode fp8", "prefill"),
     "v6e": (
         *("decode", "decode int8", "decode fp8", "prefill", "verify a tree", "latents decode", "latents prefill"),
+        *("decode int8 by token", "verify a tree int8 by token", *PREFILL_BY_TOKEN),
         *("experts decode", "experts decode int8", "experts decode int4"),
         *("experts decode 192 inputs", "experts prefill"),
         *PRODUCTS,
     ),
-    "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),
+    "tpu7x": ("decode", "decode int8", "decode fp8", "prefill", "decode int8 by token", *PREFILL_BY_TOKEN),
 }
 QUANTIZED_STEPS = tuple(
     f"step {step} {weights} weights" for weights in ("int8", "int4") for step in ("decode", "prefill")
 )
+INTEGER_STEPS = tuple(f"step {step} int8 weights and pages" for step in ("decode", "prefill"))
 STEPS = {
     "v6e": ("step decode", "step prefill", "step verify beside prefill", "step decode int4 weights"),
     "v6e-8": ("step decode", "step prefill", *QUANTIZED_STEPS),
     # 16 GB of weights in bfloat16 are more than a chip has.
-    "v5e": QUANTIZED_STEPS,
+    "v5e": (*QUANTIZED_STEPS, *INTEGER_STEPS),
     "v5e-8": QUANTIZED_STEPS,
 }
 
@@ -148,6 +155,15 @@ def test_prefill_computes_in_registers_at_a_good_part_of_the_peak(device, name):
     # The loop over blocks that all queries see, then the one that masks.
     for bundles, rate in zip(figures["inner_bundles"], MIN_RATES[device, name], strict=True):
         assert least / bundles >= rate
+
+
+@pytest.mark.parametrize("device", ["v5e", "v6e", "tpu7x"])
+def test_a_scale_for_each_token_costs_prefill_a_fifth_at_most(device):
+    by_token, fp8 = (compiled(device)[name] for name in PREFILL_BY_TOKEN)
+
+    # Most of it is for the integers, which become floating point before the matrix unit has them.
+    for bundles, least in zip(by_token["inner_bundles"], fp8["inner_bundles"], strict=True):
+        assert bundles <= 1.2 * least
 
 
 @pytest.mark.parametrize("device", ["v5e", "v6e"])

@@ -51,6 +51,18 @@ def decode(call, **options):
     run(call, q_len=1, blocks=Blocks(pages=2, buffers=4), **options)
 
 
+def ragged(call, **options):
+    run(call, blocks=Blocks(pages=2, buffers=3, queries=8), **options)
+
+
+# Long rows and single tokens in any order, chunks that start and end inside tiles, an empty row.
+RAGGED = [(7, 23), (1, 40), (5, 5), (1, 1), (33, 64), (0, 0)]
+
+
+# Integers with a scale for each token and head. Heads of 16 share their lanes, keys left and values right.
+BY_TOKEN: dict[str, Any] = {**SMALL, "page_dtype": "int8", "has_scales": True, "page_size": 32, "layout": "tpu"}
+
+
 def narrow_pages(dtype) -> dict[str, Any]:
     """Arguments of `make_call` for bfloat16 queries over pages of `dtype`."""
     scales = None if dtype == "bfloat16" else tuple(np.array(x, np.float32) for x in ([0.02, 0.03], [0.03, 0.02]))
@@ -88,6 +100,48 @@ def test_decoding_from_narrow_pages_is_exact_up_to_the_rounding_of_bfloat16(page
     decode(make_call([(1, 33), (1, 64), (1, 1), (1, 70)], **SMALL, **narrow, layout="tpu"), tolerance=0.03)
 
 
+# One row ends in the middle of a page, one at its end, one after its first token.
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "page_size"),
+    [(3, 3, 64, 16), (4, 1, 80, 64), (4, 2, 128, 128), (2, 2, 256, 32), (20, 10, 16, 32)],
+    ids=str,
+)
+def test_decoding_from_integers_scaled_by_token_is_exact_for_any_heads_and_pages(
+    num_heads, num_kv_heads, head_dim, page_size
+):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "page_size": page_size}
+    lens = [(1, n) for n in (page_size + 5, 2 * page_size, 0, page_size + 1)]
+
+    decode(make_call(lens, **{**BY_TOKEN, **sizes, "table_width": 3}))
+
+
+@pytest.mark.parametrize("execution", ["eager", "on_wait"])
+@pytest.mark.parametrize("attend", [decode, ragged], ids=["decode", "ragged"])
+def test_attention_to_integers_scaled_by_token_is_exact_and_free_of_races(attend, execution):
+    attend(make_call(DECODE if attend is decode else RAGGED, **BY_TOKEN), execution=execution)
+
+
+@pytest.mark.parametrize("attend", [decode, ragged], ids=["decode", "ragged"])
+def test_integers_scaled_by_token_go_with_window_soft_cap_and_sinks(attend):
+    lens = DECODE[5:] if attend is decode else [(7, 23), (20, 90), (1, 30)]
+    call = make_call(lens, **BY_TOKEN).with_freed_pages(20)
+
+    attend(call.with_options(sinks=np.array([-1, 0, 1, 2], np.float32)), window=20, softcap=0.5)
+
+
+@pytest.mark.parametrize("attend", [decode, ragged], ids=["decode", "ragged"])
+def test_integers_scaled_by_token_are_exact_up_to_the_rounding_of_bfloat16(attend):
+    call = make_call([(1, 33), (1, 70)] if attend is decode else [(9, 40), (20, 20)], **BY_TOKEN)
+
+    attend(call.with_options(q=call.arguments["q"].astype(jnp.bfloat16)), tolerance=0.03)
+
+
+def test_many_rows_of_queries_read_integers_scaled_by_token(monkeypatch):
+    monkeypatch.setattr(attend, "KEYS_TOGETHER", 32)  # blocks of 48, pieces of 16
+
+    run(make_call([(17, 100)], **{**BY_TOKEN, "page_size": 16}), blocks=Blocks(pages=3, buffers=3, queries=20, rows=40))
+
+
 @pytest.mark.parametrize("page_size", [16, 128, 256])
 def test_decoding_around_the_page_size_is_exact(page_size):
     lens = [(1, n) for n in (page_size - 1, page_size, page_size + 1)]
@@ -115,14 +169,6 @@ def test_decoding_without_new_keys_reads_what_is_there():
     _, pages = by_name(entry.paged_attention_tpu_interpreted)(**call.arguments, scale=scale, q_len=1)
 
     decode(call.with_options(k=None, v=None, pages=pages))
-
-
-def ragged(call, **options):
-    run(call, blocks=Blocks(pages=2, buffers=3, queries=8), **options)
-
-
-# Long rows and single tokens in any order, chunks that start and end inside tiles, an empty row.
-RAGGED = [(7, 23), (1, 40), (5, 5), (1, 1), (33, 64), (0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -174,11 +220,12 @@ def test_a_ragged_batch_over_narrow_pages_is_exact_up_to_the_rounding_of_bfloat1
     ragged(make_call([(9, 40), (20, 20)], **SMALL, **narrow, layout="tpu"), tolerance=0.03)
 
 
-def test_verifying_a_tree_of_drafts_is_exact():
+@pytest.mark.parametrize("sizes", [{**SMALL, "layout": "tpu"}, BY_TOKEN], ids=["float32", "int8 by token"])
+def test_verifying_a_tree_of_drafts_is_exact(sizes):
     # Token 0 has two children, of which the first has two and the second one.
     tree = np.array([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]])
     tree = np.concatenate([tree, [[1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]]]).astype(bool)
-    call = make_call([(6, 19), (6, 6)], **SMALL, layout="tpu")
+    call = make_call([(6, 35), (6, 6)], **sizes)
     words = np.concatenate([tree, tree]) @ (1 << np.arange(6, dtype=np.uint32))
 
     run(call.with_options(tree_mask=jnp.asarray(words[:, None], jnp.uint32)), q_len=6, trees=[tree, tree])
@@ -221,11 +268,12 @@ def test_a_plan_for_other_block_sizes_is_refused():
         run(call, plan=plan, blocks=Blocks(pages=2, buffers=2, queries=2))
 
 
+@pytest.mark.parametrize("sizes", [{**SMALL, "layout": "tpu"}, BY_TOKEN], ids=["float32", "int8 by token"])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
+def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window, sizes):
     kv_lens = np.array([64, 3, 60, 17, 5, 100])
-    call, poisoned = make_call([(q_len, n) for n in kv_lens], **SMALL, layout="tpu"), [0, 2]
+    call, poisoned = make_call([(q_len, n) for n in kv_lens], **sizes), [0, 2]
     slots = np.concatenate([call.slots[i] for i in poisoned])
     values = np.full((len(slots), 2, 16), np.nan, np.float32)
     pages = write(call.arguments["pages"], np.zeros_like(values), values, slots)
@@ -250,9 +298,9 @@ MUTATIONS = {
         "s.kv.at[slot, :, pl.ds(p * page_tiles, size)]",
         "s.kv.at[lax.rem(slot + 1, NB), :, pl.ds(p * page_tiles, size)]",
     ),
-    "a dropped wait for queries": ("copy.wait()", "pass"),
+    "a dropped wait for queries": ("for copy in fetch.item_copies(i):", "for copy in ():"),
     "a dropped wait for a result": ("out_copy(i - 2).wait()", "pass"),
-    "a dropped wait for a written tile": ("tile_copy(i - 2).wait()", "pass"),
+    "a dropped wait for a written tile": ("for copy in copies(i - 2):", "for copy in ():"),
     "a new token one slot too early": ("- lax.rem(position, tile)", "- lax.rem(position - 1, tile)"),
     "a tail left as it was": (
         "jnp.where(row_in_tile == 0, new, jnp.zeros_like(old))",
@@ -312,3 +360,19 @@ def test_a_mutation_of_ragged_attention_is_caught(name):
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
         ragged(call, kernels=kernels, execution="on_wait")
+
+
+BY_TOKEN_MUTATIONS = {
+    "scales fetched into another buffer": ("s.scales.at[slot, p], s.kv", "s.scales.at[lax.rem(slot + 1, NB), p], s.kv"),
+    "a new scale one slot too early": ("- lax.rem(position, page)", "- lax.rem(position - 1, page)"),
+    "scales of an earlier row left after the end": ("zero_scales(slot, end, block_tiles)", "pass"),
+    "values worth what keys are": ("weights * scales(piece, 1)", "weights * scales(piece, 0)"),
+}
+
+
+@pytest.mark.parametrize("name", BY_TOKEN_MUTATIONS)
+def test_a_mutation_of_attention_to_integers_scaled_by_token_is_caught(name):
+    kernels = mutant(FILES, *BY_TOKEN_MUTATIONS[name])
+
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        decode(make_call([(1, n) for n in (128, 17, 70)], **BY_TOKEN), kernels=kernels, execution="on_wait")
