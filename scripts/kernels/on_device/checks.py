@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.exact_sums import exact_sums
+from kernels_pallas.gpu_products import multiply
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.latent_attention import latent_attention
 from kernels_pallas.packed_numbers import pack_int4
@@ -126,6 +128,10 @@ WEIGHTS_OF_EXPERTS: dict[str, Record] = {
 }
 # Rows of a product by quantized weights.
 ROWS_OF_PRODUCTS = (1, 16, 200)
+# Parts, channels and inputs of weights in bfloat16, of which a GPU multiplies two parts to gate one by the other.
+DENSE_WEIGHTS = {"by 4,096 x 4,096": (1, 4096, 4096), "by 1,024 x 2,048": (1, 1024, 2048), "gated": (2, 6144, 1024)}
+# Rows that a row is computed among, if sums must be exact, beside itself alone.
+EXACT_ROWS = (8, 64, 256, 2048)
 # Contexts of tiny checks are a hundredth; one of each kind then stands for its kind.
 TINY_KINDS = ("decode, long, int8 pages", "verify, a tree", "mixed, shared pages", "mixed, second layer")
 TINY_GROUPS = ("decode, groups of 71, pages of 128", "mixed, groups of 3, pages of 256")
@@ -139,9 +145,19 @@ def all_checks(kernel: str | None = None, *, is_tiny: bool = False) -> dict[str,
         checks = {name: tiny(CHECKS[name]) for name in (*TINY_KINDS, *TINY_GROUPS)}
         latents = {name: tiny(check) for name, check in [*LATENT_CHECKS.items()][:1]}
         experts, rows_of_products = {"few rows": ROWS_OF_EXPERTS["few rows"]}, ROWS_OF_PRODUCTS[:1]
-    appends = APPEND_CHECKS if kernel in ("gpu", "gpu_interpret") else {}
+    is_gpu = kernel in ("gpu", "gpu_interpret")
+    appends, dense = (APPEND_CHECKS, DENSE_WEIGHTS) if is_gpu else ({}, {})
     return {
         **{name: functools.partial(error_of_append, *case, kernel) for name, case in appends.items()},
+        **{
+            f"dense product {name} x {rows}": functools.partial(error_of_dense, sizes, rows, kernel)
+            for name, sizes in dense.items()
+            for rows in (1, 40, 256)
+        },
+        **{
+            f"exact product {name}": functools.partial(rows_that_differ, sizes, EXACT_ROWS, kernel)
+            for name, sizes in dense.items()
+        },
         **{name: functools.partial(error_of, check, kernel) for name, check in checks.items()},
         **{name: functools.partial(error_of_latents, check, kernel) for name, check in latents.items()},
         **{
@@ -248,6 +264,42 @@ def error_of_append(check: Check, num_rotated: int, kernel: str) -> float:
         np.testing.assert_array_equal(new, old)
     wrong_q = largest_error(q[tokens], expected(given["q"], norms["q_norm"])[tokens])
     return max(wrong_q, largest_error(k, expected(given["k"], norms["k_norm"])[tokens]))
+
+
+def error_of_dense(sizes: tuple[int, int, int], rows: int, kernel: str) -> float:
+    """Returns how far off a dense product of random rows is at most."""
+    (x, weights), (parts, *_) = random_operands(sizes, rows), sizes
+    products = np.einsum("td,pfd->ptf", *(np.asarray(a, np.float64) for a in (x, weights)))
+    expected = products[0] if parts == 1 else products[0] * products[1] / (1 + np.exp(-products[1]))
+    return largest_error(dense_product(x, weights, kernel), expected)
+
+
+def rows_that_differ(sizes: tuple[int, int, int], counts: tuple[int, ...], kernel: str) -> float:
+    """Returns how many rows of exact products have other bits alone than among `counts` rows."""
+    x, weights = random_operands(sizes, max(counts))
+    with exact_sums(True):
+        alone = [np.asarray(dense_product(x[i : i + 1], weights, kernel)) for i in (0, 5)]
+        together = [np.asarray(dense_product(x[:count], weights, kernel)) for count in counts]
+    pairs = [(own[0], among[i]) for among in together for i, own in zip((0, 5), alone, strict=True)]
+    return float(sum((own != among).any() for own, among in pairs))
+
+
+def random_operands(sizes: tuple[int, int, int], rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns rows and weights in bfloat16 whose products are near 1."""
+    rng, (*_, inputs) = np.random.default_rng(0), sizes
+    x, weights = rng.standard_normal((rows, inputs)), rng.standard_normal(sizes) / inputs**0.5
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(weights, jnp.bfloat16)
+
+
+def dense_product(x: jax.Array, weights: jax.Array, kernel: str) -> jax.Array:
+    """Returns the product in float32, gated by the second part of the weights if they have two."""
+    combine = None if len(weights) == 1 else _gated
+    is_interpreted = kernel == "gpu_interpret"
+    return jax.jit(lambda x, w: multiply(x, w, None, None, jnp.float32, combine, None, is_interpreted))(x, weights)
+
+
+def _gated(up: jax.Array, gate: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 def error_of_latents(check: Check, kernel: str) -> float:
