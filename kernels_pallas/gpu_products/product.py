@@ -37,7 +37,7 @@ MAX_GROUPED_ROWS = 64
 Combine = Callable[..., jax.Array]
 
 
-def can_multiply(x: jax.Array, weights: Any, scales: Any = None, zeros: Any = None) -> bool:
+def can_multiply(x: Any, weights: Any, scales: Any = None, zeros: Any = None) -> bool:
     """Returns whether `multiply` can take rows x [T, D] by weights [..., D] or packed ones, and gains by it.
 
     More rows than MAX_TILED_ROWS gain nothing, but in `exact_sums` they keep to one order.
@@ -58,7 +58,6 @@ def can_multiply(x: jax.Array, weights: Any, scales: Any = None, zeros: Any = No
     return has_type and takes_inputs(D) and (sums_are_exact() or most_rows >= T)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def multiply(
     x: jax.Array,
     weights: jax.Array,
@@ -82,6 +81,20 @@ def multiply(
       tile: None takes that of `product_tile`.
       interpret: run on CPU.
     """
+    return _multiply(x, weights, scales, zeros, dtype, combine, tile, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _multiply(
+    x: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array | None,
+    zeros: jax.Array | None,
+    dtype: Any,
+    combine: Combine | None,
+    tile: ProductTile | None,
+    interpret: bool,
+) -> Any:
     weights = weights.reshape(-1, *weights.shape[-2:])
     (T, D), (P, F, width) = x.shape, weights.shape
     target = triton.INTERPRETED if interpret else triton.target()
@@ -212,10 +225,8 @@ def _derivative(dtype: Any, combine: Combine | None, *rest: Any) -> tuple[Any, .
     return of_x, None, of_scales, None
 
 
-multiply.defvjp(
-    lambda x, weights, scales, zeros, *options: (
-        multiply(x, weights, scales, zeros, *options),
-        (x, weights, scales, zeros),
-    ),
-    _derivative,
-)
+def _forward(x: jax.Array, weights: jax.Array, scales: Any, zeros: Any, *options: Any) -> tuple[Any, Any]:
+    return _multiply(x, weights, scales, zeros, *options), (x, weights, scales, zeros)
+
+
+_multiply.defvjp(_forward, _derivative)
