@@ -174,11 +174,14 @@ def product(
     return Case(function, arguments, kernels=kernels, num_rows=rows, itemsize=1)
 
 
-def dense_product(mesh: Any, *, rows: int, sizes: tuple[int, int, int], dtype: str = "bfloat16") -> Case:
+def dense_product(
+    mesh: Any, *, rows: int, sizes: tuple[int, int, int], dtype: str = "bfloat16", exact: bool = False
+) -> Case:
     """A product of `sizes` (parts, channels, inputs), two parts being gate and up; weights of 8 bits have scales."""
     import jax
     import jax.numpy as jnp
 
+    from kernels_pallas.exact_sums import exact_sums
     from kernels_pallas.gpu_products import multiply
 
     shape = jax.ShapeDtypeStruct
@@ -189,7 +192,8 @@ def dense_product(mesh: Any, *, rows: int, sizes: tuple[int, int, int], dtype: s
         return jax.nn.silu(gate) * up
 
     def run(x: Any, weights: Any, scales: Any) -> Any:
-        return multiply(x, weights, scales, None, x.dtype, gated if sizes[0] == 2 else None)
+        with exact_sums(exact):
+            return multiply(x, weights, scales, None, x.dtype, gated if sizes[0] == 2 else None)
 
     return Case(jax.jit(run), on_mesh(arguments, mesh), kernels=("dense_product", "packed_product"), num_rows=rows)
 
@@ -255,7 +259,7 @@ DENSE_WEIGHTS = (
     (2, 3072, 1024),
     (1, 1024, 3072),
 )
-DENSE_ROWS = (16, 64, 256)
+DENSE_ROWS, EXACT_ROWS = (16, 64, 256), (8, 256, 2048)
 WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "": {},
     "float32 ": {"dtype": "float32"},
@@ -316,6 +320,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
         for name, dtype in (("", "bfloat16"), (" int8", "int8"), (" fp8", "float8_e4m3fn"))
         for rows in DENSE_ROWS
         if dtype == "bfloat16" or sizes == DENSE_WEIGHTS[2]
+    },
+    **{
+        f"dense exact {'x'.join(map(str, sizes))} x {rows}": functools.partial(
+            dense_product, rows=rows, sizes=sizes, exact=True
+        )
+        for sizes in DENSE_WEIGHTS
+        for rows in EXACT_ROWS
     },
     **{
         f"experts {name}{step}": functools.partial(experts, rows=8 * num_tokens, **weights)

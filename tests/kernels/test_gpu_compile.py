@@ -13,7 +13,15 @@ from kernels_pallas.paged_attention.gpu.parts import MAX_PARTIAL_BYTES
 from kernels_pallas.paged_attention.in_blocks import DEFAULT_SIZES
 from kernels_pallas.quantized_matmul.before_ampere import FEW_ROWS
 from scripts.kernels import compile_gpu
-from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for
+from scripts.kernels.compile_gpu import (
+    BUCKET_ROWS,
+    DENSE_WEIGHTS,
+    DEVICES,
+    EXACT_ROWS,
+    LOOP_STEPS,
+    can_compile,
+    cases_for,
+)
 from scripts.kernels.figures import CUBLAS, DENSE
 from tests.kernels.recorded import figures_of
 
@@ -170,6 +178,32 @@ def test_a_dense_product_has_blocks_under_way_while_it_multiplies_and_writes_its
 
     assert figures["temporary_bytes"] == 0
     assert figures["kernels"][0]["loads_ahead"] >= 2
+
+
+@pytest.mark.parametrize("sizes", DENSE_WEIGHTS)
+@pytest.mark.parametrize("device", ["A100", "L4", "H200"])
+def test_an_exact_product_has_one_instruction_at_any_number_of_rows(device, sizes):
+    cases = [compiled(device)[f"dense exact {'x'.join(map(str, sizes))} x {rows}"] for rows in EXACT_ROWS]
+
+    (instructions,) = {tuple(case["kernels"][0]["instructions"]) for case in cases}
+    assert len(instructions) == 1
+
+
+@pytest.mark.parametrize("name", cases_for("H200", ["exact"]))
+def test_an_exact_step_leaves_no_sum_to_xla_and_attends_by_one_instruction(name):
+    figures = compiled_beginning_with("exact")[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    assert figures["float_sums"] == 0
+    assert (figures["spilling"], figures["copied_weights"]) == ([], [])
+    assert figures["products"] == {DENSE: 4 * 28 + 1}
+    attending = [kernel for kernel in figures["kernels"] if kernel["name"].startswith("paged_attention")]
+    assert {tuple(kernel["instructions"]) for kernel in attending} == {("mma m16 k16 bf16",)}
+
+
+def test_a_step_that_need_not_be_exact_leaves_sums_to_xla():
+    assert compiled_beginning_with("bucket")["bucket decode 8"]["float_sums"] > 0
 
 
 def test_few_rows_are_multiplied_by_our_kernel_and_many_by_cublaslt_and_neither_spills():
