@@ -205,7 +205,7 @@ def _over(mask: jax.Array, width: int) -> jax.Array:
 def _plain(x: jax.Array, weights: jax.Array, scales: Any, zeros: Any, dtype: Any, combine: Combine | None) -> jax.Array:
     """Returns what `multiply` does, by XLA."""
     if scales is not None:
-        values, worth, centres = (None if a is None else a.reshape(-1, a.shape[-1]) for a in (weights, scales, zeros))
+        values, worth, centres = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), (weights, scales, zeros))
         weights = dequantize(values, worth, centres, x.shape[1]).reshape(*weights.shape[:-1], -1)
     w = weights.reshape(-1, *weights.shape[-2:]).astype(x.dtype)
     parts = jnp.einsum("td,pfd->ptf", x, w, preferred_element_type=jnp.float32)
