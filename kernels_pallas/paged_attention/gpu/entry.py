@@ -76,7 +76,8 @@ def paged_attention_gpu(
     )
     sizes = chosen if block_sizes is None else lambda **_: block_sizes
     if order is not None:
-        ordered = ordered_block_sizes(order, group=N // K, num_kv_heads=K, head_dim=H, target=target)
+        heads = {"group": N // K, "num_kv_heads": K, "head_dim": H, "page_dtype": pages.dtype.name}
+        ordered = ordered_block_sizes(order, **heads, target=target)
         attend_in_order = functools.partial(attend, arrays=arrays, order=order, interpret=interpret)
         return attend_rows(attend_in_order, q, call, lambda **_: ordered), pages
     absent = {"tree_mask": call.tree_mask, "k_scale": k_scale, "v_scale": v_scale}

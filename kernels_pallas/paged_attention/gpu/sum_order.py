@@ -33,6 +33,7 @@ from kernels_pallas.triton import Target, require_block_sizes
 
 # Two accumulators of a wider tile, those of a part and of all, do not fit into registers.
 MAX_HEAD_DIM = 256
+INTEGERS = ("int8", "int4")  # of pages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def attended(sums: PartSums) -> jax.Array:
 
 
 def ordered_block_sizes(
-    order: SumOrder, *, group: int, num_kv_heads: int, head_dim: int, target: Target
+    order: SumOrder, *, group: int, num_kv_heads: int, head_dim: int, page_dtype: str, target: Target
 ) -> GpuBlockSizes:
     """Returns the block sizes of every batch, by which no register spills for heads of up to `MAX_HEAD_DIM`.
 
@@ -108,5 +109,6 @@ def ordered_block_sizes(
         split_keys=order.split_keys,
         added_parts=added_parts(PROGRAMS_PER_CORE * target.num_cores, head_tiles),
         num_warps=4 if head_dim <= 64 or (is_hopper and not is_wide) else 8,
-        num_stages=3,
+        # With a third, registers spill in decoding. Stages change no sum.
+        num_stages=2 if (is_wide if is_hopper else page_dtype in INTEGERS) else 3,
     )

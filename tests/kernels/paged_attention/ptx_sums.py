@@ -76,7 +76,7 @@ def sums_of(loop: str) -> Counter[str]:
             is_alike = operation.startswith(("selp", "mov", "max")) and len(sources) == 1
             made[target] = sources[0] if is_alike else digest(operation, sources)
             counts[made[target]] += not is_alike
-    return counts
+    return +counts
 
 
 def hash_of(text: str) -> int:

@@ -130,7 +130,8 @@ def test_another_order_is_noticed(name):
 def cut_of(T: int, B: int, *, max_context: int, q_len: int | None = None, window: int | None = None) -> parts.Cut:
     """The cut of a call of 32 heads on 8 KV heads of 128 for an H200."""
     target, order = Target("NVIDIA H200", num_cores=132, capability=9.0), SumOrder()
-    sizes = sum_order.ordered_block_sizes(order, group=4, num_kv_heads=8, head_dim=128, target=target)
+    heads: dict[str, Any] = {"group": 4, "num_kv_heads": 8, "head_dim": 128, "page_dtype": "bfloat16"}
+    sizes = sum_order.ordered_block_sizes(order, **heads, target=target)
     options = {"window": window, "max_context": max_context, "token_bytes": 4 * 32 * 130, "sizes": sizes}
     return cut_batch(T, B, q_len=q_len, block_q=16, order=order, **options)
 
