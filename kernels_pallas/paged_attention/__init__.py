@@ -2,6 +2,7 @@
 
 from kernels_pallas.paged_attention.api import append_products, can_append_products, paged_attention, plan_attention
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions
+from kernels_pallas.paged_attention.gpu.sum_order import SumOrder
 from kernels_pallas.paged_attention.layout import (
     Pages,
     abstract_pages,
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionCall",
     "HeadOptions",
     "Pages",
+    "SumOrder",
     "abstract_pages",
     "append_products",
     "can_append_products",

@@ -16,6 +16,7 @@ from kernels_pallas.mesh_axes import num_parts as count_parts
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions, check_call
 from kernels_pallas.paged_attention.gpu.append_products import append_products as append_products_gpu
 from kernels_pallas.paged_attention.gpu.entry import MAX_HEAD_DIM, PAGE_SIZES, paged_attention_gpu
+from kernels_pallas.paged_attention.gpu.sum_order import SumOrder
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
@@ -31,6 +32,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "tpu_interpret": paged_attention_tpu_interpreted,
     "gpu_interpret": functools.partial(paged_attention_gpu, interpret=True),
 }
+
+# Those that take an order of sums.
+ORDERED = ("gpu", "gpu_interpret")
 
 # Those that derive from the lengths of a step what is the same in all layers.
 PLANNERS: dict[str, Callable[..., Any]] = {"tpu": plan_step, "tpu_interpret": plan_step}
@@ -64,6 +68,7 @@ def paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    order: SumOrder | None = None,
 ) -> tuple[jax.Array, Pages]:
     """Appends keys and values of a ragged batch to their pages, and attends to all that each row's pages hold.
 
@@ -85,6 +90,7 @@ def paged_attention(
       sinks: f32[N] a score per query head that takes part in the softmax and carries no value; None for none.
       k_scale, v_scale: f32[K] what a number in the pool is worth; None is 1. A pool of integers needs them, or has a
         scale for each token. A pool of 8 bits holds the largest it can of what is larger.
+      order: the order of sums on GPU, by which a token's bits depend on no batch; None takes the fastest of each batch.
 
     Returns:
       [T, N, H] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite where no q_len
@@ -96,6 +102,13 @@ def paged_attention(
     """
     check_call(q, k, v, pages, call, sinks, k_scale, v_scale)
     attend = implementation_of(IMPLEMENTATIONS, call.implementation, "paged attention")
+    if order is not None:
+        name = call.implementation or default_implementation()
+        if name not in ORDERED:
+            raise NotImplementedError(
+                f"order is not supported by implementation={name!r}; supported: {ORDERED}; leave it out elsewhere"
+            )
+        attend = functools.partial(attend, order=order)
     if not splits_heads(call.mesh):
         return attend(q, k, v, pages, call, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     axis = dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,25 @@ from kernels_pallas.paged_attention.gpu.combine import combine
 from kernels_pallas.paged_attention.gpu.parts import (
     Cut,
     Keys,
+    Part,
+    blocks_in_order,
     blocks_of,
     cut_batch,
     find_part,
     keys_of,
     load_rows,
+    parts_in_order,
+)
+from kernels_pallas.paged_attention.gpu.sum_order import (
+    PartSums,
+    SumOrder,
+    add_part,
+    attended,
+    empty_sums,
+    sums_of_sinks,
 )
 from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
+from kernels_pallas.row_products import rounded
 
 OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "k_scales", "rotary_scales", "v_scales", "tree_mask")
 
@@ -43,12 +55,13 @@ def attend(
     *,
     arrays: Mapping[str, jax.Array | None],
     value_size: int | None = None,
+    order: SumOrder | None = None,
     interpret: bool,
 ) -> jax.Array:
     """Launches the kernel and combines the parts; rows of kv_lens = 0 and tokens past the last row give zeros.
 
     `arrays` are `k_pages` and those of OPTIONAL. `value_size` V says that a value is the first V numbers of its key,
-    and there is no `v_pages`.
+    and there is no `v_pages`. With an order of sums `sinks` are scores in base 2.
     """
     k_pages = arrays["k_pages"]
     assert k_pages is not None
@@ -66,6 +79,7 @@ def attend(
         max_context=call.block_tables.shape[1] * S,
         token_bytes=4 * N * (V + 2),
         sizes=block_sizes,
+        order=order,
     )
     out = [jax.ShapeDtypeStruct((T, N, V), q.dtype)]
     if cut.num_slots:
@@ -86,7 +100,7 @@ def attend(
         return outputs[0]
     queries = min(cut.block_q, q_len or cut.block_q)
     out, partial_out, maximum, total = outputs
-    lens = call.kv_lens, call.cu_q_lens
+    lens = call.kv_lens, call.cu_q_lens, *(() if order is None else (arrays.get("sinks"),))
     return combine(out, partial_out, maximum, total, *lens, cut=cut, queries=queries, heads=G, **options)
 
 
@@ -120,6 +134,9 @@ def _kernel(*refs, names, cut: Cut, value_size: int, scale, softcap) -> None:
     part = find_part(rows, rows.tiles * rows.parts, pl.program_id(1), cut)
     tile, block_k = _find_tile(arrays, part.chunk, head_tile, cut, value_size), cut.sizes.block_k
     q = [triton.load(arrays.q, *_queries(tile, columns)) for columns in tile.columns]
+    if cut.order is not None:
+        options = {"block_k": block_k, "scale": scale, "window": cut.window, "softcap": softcap}
+        return _attend_in_order(arrays, tile, q, part, cut, cut.order, refs[len(names) :], options)
     lo, hi = blocks_of(part, tile.keys, block_k)
     # Blocks before `whole` need no mask.
     whole = jnp.clip(tile.keys.whole // block_k, lo, jnp.maximum(lo, hi))
@@ -142,6 +159,45 @@ def _kernel(*refs, names, cut: Cut, value_size: int, scale, softcap) -> None:
         triton.store(outputs[1], (slots[:, None], *index[1:]), out, mask & ~is_alone)
         for target, value in zip(outputs[2:], (maximum, total), strict=True):
             triton.store(target, (slots, tile.heads), value, tile.is_query & ~is_alone)
+
+
+def _attend_in_order(
+    arrays, tile: _Tile, q, part: Part, cut: Cut, order: SumOrder, outputs, options: Mapping[str, Any]
+) -> None:
+    """Attends to a program's parts of the order: adds them if they are all of its tile, else `combine` does."""
+    (W, V), head_tile = q[0].shape, pl.program_id(0)
+    first, begin, end = parts_in_order(part, tile.keys, order)
+    last_block, is_alone = pl.cdiv(tile.keys.end, order.block_k), part.num_parts == 1
+    attend_block = functools.partial(_attend_block, arrays, tile, q, last_block, is_in_order=True, **options)
+
+    def attend_part(i: jax.Array, sums: PartSums) -> PartSums:
+        lo, hi = blocks_in_order(tile.keys, i, order)
+        whole = jnp.clip(tile.keys.whole // order.block_k, lo, hi)
+        carry = tuple(empty_sums((W, V))), _pages_of(arrays, tile, lo, last_block, order.block_k)
+        carry = jax.lax.fori_loop(lo, whole, functools.partial(attend_block, is_whole=True), carry)
+        (maximum, total, out), _ = jax.lax.fori_loop(whole, hi, functools.partial(attend_block, is_whole=False), carry)
+        if arrays.v_scale is not None:
+            out = out * triton.load(arrays.v_scale, (tile.kv_head,))
+        return add_part(sums, PartSums(maximum, total, out))
+
+    def attend_parts(index: jax.Array, _: tuple) -> tuple:
+        """Attends to part `index`, or to all that there are, and stores the result."""
+        sinks = None if arrays.sinks is None else triton.load(arrays.sinks, (tile.heads,), tile.is_query & is_alone)
+        start = sums_of_sinks(sinks, is_alone, (W, V))
+        sums = jax.lax.fori_loop(index, jnp.where(is_alone, end, index + 1), attend_part, start)
+        # The compiler does not know this 0. Otherwise it finds places before the loops, and keeps them in registers.
+        zero = jnp.minimum(index, 0)
+        own = _find_tile(arrays, part.chunk._replace(offset=part.chunk.offset + zero), head_tile + zero, cut, V)
+        columns, mask = _queries(own, own.columns[0])
+        triton.store(outputs[0], columns, attended(sums), mask & is_alone)
+        if cut.num_slots:
+            slots = part.first_slot + (index - first) * part.chunk.num_queries + own.tokens - part.chunk.first_token
+            triton.store(outputs[1], (slots[:, None], *columns[1:]), sums.out, mask & ~is_alone)
+            for target, value in zip(outputs[2:], (sums.maximum, sums.total), strict=True):
+                triton.store(target, (slots, own.heads), value, own.is_query & ~is_alone)
+        return ()
+
+    jax.lax.fori_loop(begin, jnp.where(is_alone, begin + 1, end), attend_parts, ())
 
 
 def _find_tile(arrays, chunk: Chunk, head_tile: jax.Array, cut: Cut, value_size: int) -> _Tile:
@@ -200,7 +256,19 @@ def _start(arrays, tile: _Tile, is_first: jax.Array, shape: tuple[int, ...]) -> 
 
 
 def _attend_block(
-    arrays, tile: _Tile, q, end: jax.Array, i: jax.Array, carry, *, is_whole: bool, block_k: int, scale, window, softcap
+    arrays,
+    tile: _Tile,
+    q,
+    end: jax.Array,
+    i: jax.Array,
+    carry,
+    *,
+    is_whole: bool,
+    block_k: int,
+    scale,
+    window,
+    softcap,
+    is_in_order: bool = False,
 ) -> tuple:
     """Adds block i to the sums; returns them, and the pages of the block after it."""
     (maximum, total, out), pages = carry
@@ -222,6 +290,9 @@ def _attend_block(
     if softcap is not None:
         scores, scale = jnp.tanh(scores * (scale / softcap)), softcap
     scores = scores * (scale * LOG2_E)
+    if is_in_order and is_whole:
+        # A block with a mask selects scores before it subtracts. Here too the product is not to be fused.
+        scores = rounded(scores)
     is_visible = None if is_whole else _visible(arrays, tile, slots, window)
     if is_visible is not None:
         scores = jnp.where(is_visible, scores, MASKED)

@@ -17,12 +17,15 @@ import jax.numpy as jnp
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention.call import AttentionCall
+from kernels_pallas.paged_attention.gpu import sum_order
 from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.paged_attention.gpu.chunks import for_kernels
 from kernels_pallas.paged_attention.gpu.prefill_choice import choose_prefill
+from kernels_pallas.paged_attention.gpu.sum_order import SumOrder, ordered_block_sizes
 from kernels_pallas.paged_attention.layout import Pages, pack_integers, to_integers, to_stored
+from kernels_pallas.paged_attention.online_softmax import LOG2_E
 
 MAX_HEAD_DIM = 512
 FP8 = "float8_e4m3fn"
@@ -43,6 +46,7 @@ def paged_attention_gpu(
     v_scale: jax.Array | None = None,
     block_sizes: GpuBlockSizes | None = None,
     prefill: str | None = None,
+    order: SumOrder | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `block_sizes` and `prefill` None take what suits the device.
@@ -52,6 +56,9 @@ def paged_attention_gpu(
     further = (("pages.layout", pages.layout, ("gpu",)), ("head_dim", q.shape[-1], range(1, MAX_HEAD_DIM + 1)))
     target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", "int4", FP8), further=further)
     (_, N, H), K, M, call = q.shape, pages.num_kv_heads, call.block_tables.shape[1], for_kernels(call)
+    if order is not None:
+        _check_order(q, call, block_sizes, prefill)
+        sinks = None if sinks is None else sinks.astype(jnp.float32) * LOG2_E
     if k is not None and v is not None:
         pages = _append(pages, k, v, k_scale, v_scale, call, interpret)
     held: dict[str, Any] = {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
@@ -68,6 +75,11 @@ def paged_attention_gpu(
         target=target,
     )
     sizes = chosen if block_sizes is None else lambda **_: block_sizes
+    if order is not None:
+        heads = {"group": N // K, "num_kv_heads": K, "head_dim": H, "page_dtype": pages.dtype.name}
+        ordered = ordered_block_sizes(order, **heads, target=target)
+        attend_in_order = functools.partial(attend, arrays=arrays, order=order, interpret=interpret)
+        return attend_rows(attend_in_order, q, call, lambda **_: ordered), pages
     absent = {"tree_mask": call.tree_mask, "k_scale": k_scale, "v_scale": v_scale}
     attend_long = None
     options: dict[str, Any] = {"absent": absent, "target": target, "interpret": interpret}
@@ -77,6 +89,18 @@ def paged_attention_gpu(
         attend_long = functools.partial(hopper_prefill, **held, interpret=interpret)
     attend_tiles = functools.partial(attend, arrays=arrays, interpret=interpret)
     return attend_rows(attend_tiles, q, call, sizes, attend_long), pages
+
+
+def _check_order(q: jax.Array, call: AttentionCall, block_sizes: GpuBlockSizes | None, prefill: str | None) -> None:
+    """Refuses what has no order of sums. The drafts of a tree are not where decoding would have them."""
+    for what, value, supported in (
+        ("head_dim", q.shape[-1], range(1, sum_order.MAX_HEAD_DIM + 1)),
+        ("tree_mask", None if call.tree_mask is None else "an array", (None,)),
+        ("block_sizes", block_sizes, (None,)),
+        ("prefill", prefill, ("triton", None)),
+    ):
+        if value not in supported:
+            raise NotImplementedError(f"{what}={value} is not supported with an order of sums; supported: {supported}")
 
 
 def _append(pages: Pages, k: jax.Array, v: jax.Array, k_scale: Any, v_scale: Any, call: AttentionCall, interpret: bool):

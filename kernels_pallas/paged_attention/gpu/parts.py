@@ -23,9 +23,12 @@ from jax.experimental import pallas as pl
 from kernels_pallas import triton
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from kernels_pallas.paged_attention.gpu.chunks import Chunk, num_chunks
+from kernels_pallas.paged_attention.gpu.sum_order import SumOrder
 
 # The most bytes of partial results that long contexts add.
 MAX_PARTIAL_BYTES = 1 << 27
+# A run of parts of an order of sums has fewer than two to this: 2^25 keys of the default order.
+MAX_DOUBLINGS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class Cut:
     num_tiles: int  # tiles of the batch, at most
     num_added: int  # parts beyond `sizes.num_splits` of each tile, at most, in the whole batch
     num_slots: int  # tokens of partial results, at most
+    order: SumOrder | None = None
 
     @property
     def num_programs(self) -> int:
@@ -62,8 +66,25 @@ def cut_batch(
     max_context: int,
     token_bytes: int,
     sizes: GpuBlockSizes,
+    order: SumOrder | None = None,
 ) -> Cut:
     """Returns the cut of T tokens in B rows of up to `max_context` tokens, with `token_bytes` of a partial result."""
+    if order is not None:
+        num_tiles = num_chunks(T, B, block_q, q_len)
+        most = -(-max_context // order.split_keys)
+        most = most if window is None else min(most, parts_of_window(order, window, block_q))
+        num_added = min(sizes.added_parts, num_tiles * (most - 1))
+        return Cut(
+            T=T,
+            B=B,
+            block_q=block_q,
+            sizes=sizes,
+            window=window,
+            num_tiles=num_tiles,
+            num_added=num_added,
+            num_slots=min(T * most, MAX_PARTIAL_BYTES // token_bytes) if num_added else 0,
+            order=order,
+        )
     seen = max_context if window is None else min(max_context, window + block_q)
     most, num_tiles = pl.cdiv(seen, sizes.split_keys), num_chunks(T, B, block_q, q_len)
     # Each added part makes its tile one of two parts at least, so it needs room for two.
@@ -90,7 +111,9 @@ class Rows(NamedTuple):
     q_lens: jax.Array
     kv_lens: jax.Array
     tiles: jax.Array
-    parts: jax.Array  # of each tile
+    parts: jax.Array  # of each tile: its programs
+    slots: jax.Array  # of each query, if its tile has several parts
+    run: jax.Array | None = None  # i32[]  parts of an order of sums that a program has
 
 
 class Part(NamedTuple):
@@ -100,6 +123,7 @@ class Part(NamedTuple):
     index: jax.Array  # i32[]  among the parts of its tile
     num_parts: jax.Array  # i32[]  of its tile
     first_slot: jax.Array  # i32[]  of the row's partial results
+    run: jax.Array | None = None  # i32[]  parts of an order of sums that a program has
 
 
 def load_rows(arrays: Any, cut: Cut) -> Rows:
@@ -115,6 +139,8 @@ def cut_rows(index: jax.Array, first_tokens: jax.Array, ends: jax.Array, kv_lens
     """Returns the cut of each row, from its number, its tokens' start and end in the batch and its context."""
     q_lens = jnp.where(index < cut.B, ends - first_tokens, jnp.where(index == cut.B, cut.T - first_tokens, 0))
     tiles, sizes = pl.cdiv(q_lens, cut.block_q), cut.sizes
+    if cut.order is not None:
+        return _rows_in_order(Rows(index, first_tokens, q_lens, kv_lens, tiles, tiles, tiles), cut, cut.order)
     seen = kv_lens if cut.window is None else jnp.minimum(kv_lens, cut.window + cut.block_q)
     blocks = pl.cdiv(seen, sizes.block_k)
     parts = jnp.minimum(blocks, sizes.num_splits)
@@ -124,7 +150,34 @@ def cut_rows(index: jax.Array, first_tokens: jax.Array, ends: jax.Array, kv_lens
         times = pl.cdiv(jnp.sum(tiles * blocks, dtype=jnp.int32), cut.num_added * least)
         doublings = jnp.sum((times > (1 << jnp.arange(16, dtype=jnp.int32))).astype(jnp.int32), dtype=jnp.int32)
         parts = jnp.maximum(parts, pl.cdiv(blocks, least << doublings))
-    return Rows(index, first_tokens, q_lens, kv_lens, tiles, jnp.maximum(parts, 1))
+    parts = jnp.maximum(parts, 1)
+    return Rows(index, first_tokens, q_lens, kv_lens, tiles, parts, parts)
+
+
+def parts_of_window(order: SumOrder, window: int, block_q: int) -> int:
+    """Returns in how many parts of an order of sums the keys are that a tile sees through a window, at most."""
+    return -(-(window + block_q) // order.split_keys) + 1
+
+
+def _rows_in_order(rows: Rows, cut: Cut, order: SumOrder) -> Rows:
+    """Returns the rows with their parts: runs of 1, 2, 4, … parts of the order, the least that there is room for.
+
+    A tile with no more parts than a run has one program, which needs no slots.
+    """
+    slots = pl.cdiv(rows.kv_lens, order.split_keys)
+    if cut.window is not None:
+        slots = jnp.minimum(slots, parts_of_window(order, cut.window, cut.block_q))
+    if not cut.num_added:
+        return rows._replace(parts=jnp.ones_like(slots), slots=slots, run=jnp.int32(1 << MAX_DOUBLINGS))
+    runs = 1 << jnp.arange(MAX_DOUBLINGS, dtype=jnp.int32)
+    # A tile of b parts has fewer than b / n more programs if n parts are a run.
+    wanted = pl.cdiv(jnp.sum(rows.tiles * slots, dtype=jnp.int32), cut.num_added)
+    doublings = jnp.sum((wanted > runs).astype(jnp.int32), dtype=jnp.int32)
+    is_split = slots[:, None] > runs[None]
+    needed = jnp.sum(jnp.where(is_split, (slots * rows.q_lens)[:, None], 0), axis=0, dtype=jnp.int32)
+    without_room = jnp.sum((needed > cut.num_slots).astype(jnp.int32), dtype=jnp.int32)
+    run = 1 << jnp.maximum(doublings, without_room)
+    return rows._replace(parts=jnp.maximum(pl.cdiv(slots, run), 1), slots=slots, run=run)
 
 
 def find_part(rows: Rows, num_items: jax.Array, i: jax.Array, cut: Cut, *, per_tile: int | None = None) -> Part:
@@ -141,9 +194,9 @@ def find_part(rows: Rows, num_items: jax.Array, i: jax.Array, cut: Cut, *, per_t
     q_len, kv_len, num_parts = of_row(rows.q_lens), of_row(rows.kv_lens), jnp.maximum(of_row(rows.parts), 1)
     place, count = i - of_row(ends - num_items), per_tile or num_parts
     tile = jnp.maximum(of_row(rows.tiles) - 1 - place // count, 0)
-    slots = jnp.where((rows.index < row) & (rows.parts > 1), rows.parts * rows.q_lens, 0)
+    slots = jnp.where((rows.index < row) & (rows.parts > 1), rows.slots * rows.q_lens, 0)
     chunk = Chunk(row, of_row(rows.first_tokens), q_len, kv_len, kv_len - q_len, tile * cut.block_q)
-    return Part(chunk, place % count, num_parts, jnp.sum(slots, dtype=jnp.int32))
+    return Part(chunk, place % count, num_parts, jnp.sum(slots, dtype=jnp.int32), rows.run)
 
 
 class Keys(NamedTuple):
@@ -174,3 +227,19 @@ def blocks_of(part: Part, keys: Keys, block_k: int) -> tuple[jax.Array, jax.Arra
     share = pl.cdiv(hi - lo, part.num_parts)
     lo = lo + part.index * share
     return lo, jnp.minimum(lo + share, hi)
+
+
+def parts_in_order(part: Part, keys: Keys, order: SumOrder) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the first part of the order that a tile sees, a program's first and one past its last, i32[] each."""
+    first, end = keys.start // order.split_keys, pl.cdiv(keys.end, order.split_keys)
+    if part.run is None:
+        raise RuntimeError("these rows were cut without an order of sums")
+    begin = first + part.index * part.run
+    return first, begin, jnp.minimum(begin + part.run, end)
+
+
+def blocks_in_order(keys: Keys, part: jax.Array, order: SumOrder) -> tuple[jax.Array, jax.Array]:
+    """Returns the first block of a part of the order that a tile sees, and one past the last."""
+    num_blocks = order.split_keys // order.block_k
+    lo = jnp.maximum(part * num_blocks, keys.start // order.block_k)
+    return lo, jnp.minimum((part + 1) * num_blocks, pl.cdiv(keys.end, order.block_k))

@@ -36,7 +36,7 @@ MUTATIONS = {
     "parts that are not weighed": ("(triton.load(totals, at, mask) * weights)", "triton.load(totals, at, mask)"),
     "parts that overlap": ("jnp.minimum(lo + share, hi)", "jnp.minimum(lo + 2 * share, hi)"),
     "parts that share their slots": ("part.first_slot + part.index * ", "part.first_slot + 0 * "),
-    "rows that share their slots": ("rows.parts * rows.q_lens, 0)", "rows.parts, 0)"),
+    "rows that share their slots": ("rows.slots * rows.q_lens, 0)", "rows.slots, 0)"),
     "the pages of the block before": ("_pages_of(arrays, tile, i + 1,", "_pages_of(arrays, tile, i,"),
     "a sink in every part": ("part.index == 0,", "part.index >= 0,"),
     "tiles of one row that start alike": ("tile * cut.block_q)", "tile * 0)"),
