@@ -60,7 +60,7 @@ def refuse_exact(config: EngineConfig, dtype: str, placement: Placement) -> None
         f"device {device.kind!r}": device.platform != "gpu" or (device.capability or 0.0) < AMPERE,
         f"{placement.num_devices} devices": placement.num_devices > 1,
         f"dtype={dtype}": dtype == "float32",
-        f"cache_dtype={config.cache_dtype!r}": config.cache_dtype is not None,
+        f"cache_dtype={config.cache_dtype!r}": config.cache_dtype == "int4",
         f"attention={config.attention!r}": config.attention is not None,
         f"max_adapters={config.max_adapters}": config.max_adapters > 0,
         f"draft_trees={config.draft_trees}": config.draft_trees,

@@ -199,7 +199,7 @@ def test_an_exact_step_leaves_no_sum_to_xla_and_attends_by_one_instruction(name)
     assert (figures["spilling"], figures["copied_weights"]) == ([], [])
     assert figures["products"] == {DENSE: 4 * 28 + 1}
     attending = [kernel for kernel in figures["kernels"] if kernel["name"].startswith("paged_attention")]
-    assert {tuple(kernel["instructions"]) for kernel in attending} == {("mma m16 k16 bf16",)}
+    assert {tuple(kernel["instructions"]) for kernel in attending} == {("wgmma m64 k16 bf16",)}
 
 
 def test_a_step_that_need_not_be_exact_leaves_sums_to_xla():

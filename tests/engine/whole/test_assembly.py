@@ -47,7 +47,7 @@ NOT_EXACT: dict[str, tuple[Device, EngineConfig, str]] = {
     "device 'Tesla T4'": (Device("Tesla T4", "gpu", 40, 7.5), EXACT, "float16"),
     "device 'TPU v6 lite'": (V6E, EXACT, "bfloat16"),
     "dtype=float32": (H200, EXACT, "float32"),
-    "cache_dtype='fp8'": (H200, replace(EXACT, cache_dtype="fp8"), "bfloat16"),
+    "cache_dtype='int4'": (H200, replace(EXACT, cache_dtype="int4"), "bfloat16"),
     "attention='reference'": (H200, replace(EXACT, attention="reference"), "bfloat16"),
     "max_adapters=2": (H200, replace(EXACT, max_adapters=2), "bfloat16"),
     "draft_trees=True": (H200, replace(EXACT, draft_trees=True), "bfloat16"),
