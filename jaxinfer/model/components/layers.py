@@ -113,7 +113,7 @@ def combined_product(
         parts = own.values, own.scales, own.zeros
     if not isinstance(parts[0], jax.Array) or w.shape[0] != 1:
         return None
-    if _is_for_compiler(tokens.is_split) or not can_multiply(x, *parts):
+    if not _is_for_kernel(tokens.is_split) or not can_multiply(x, *parts):
         return None
     parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[-1]), parts)
     return multiply_on_gpu(x, *parts, x.dtype, combine)
@@ -124,12 +124,17 @@ def _is_for_compiler(is_split: bool) -> bool:
     return is_split and not jax.sharding.get_abstract_mesh().manual_axes
 
 
+def _is_for_kernel(is_split: bool) -> bool:
+    """Returns whether a GPU computes a product by itself, so that a kernel can."""
+    return device_at_hand().platform == "gpu" and not _is_for_compiler(is_split)
+
+
 def _product_of_array(
     x: jax.Array, w: jax.Array, tokens: StepTokens | None, input_units: int, dtype: Any = jnp.float32
 ) -> jax.Array:
     def multiply(x: jax.Array, w: jax.Array, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
         w = w.reshape(-1, w.shape[-1])
-        if tokens is not None and not _is_for_compiler(is_split) and can_multiply(x, w):
+        if tokens is not None and _is_for_kernel(is_split) and can_multiply(x, w):
             return multiply_on_gpu(x, w, dtype=dtype)
         refuse_if_exact(f"a product of {x.dtype} {x.shape} by weights {w.shape} of {w.dtype}")
         return rows_by_weights(x, w, num_rows, is_split=is_split, dtype=dtype)
