@@ -144,6 +144,7 @@ def test_the_kernel_of_a_gpu_computes_a_joined_model_by_four_launches_a_layer(mo
         launches.append((weights.shape, combine is not None))
         return multiply(x, weights, scales, zeros, dtype, combine, TILE, True)
 
+    monkeypatch.setattr(layers, "_is_for_kernel", lambda is_split: True)
     monkeypatch.setattr(layers, "can_multiply", lambda *operands: True)
     monkeypatch.setattr(layers, "multiply_on_gpu", multiply_interpreted)
     jax.clear_caches()  # of groups of layers that were traced without the kernel
