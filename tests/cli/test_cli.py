@@ -254,6 +254,7 @@ ENGINE = {
     "draft_trees": True,
     "decode_loop_steps": 4,
     "quantization": "int4",
+    "exact": True,
     "attention": "reference",
     "max_adapters": 2,
     "max_adapter_rank": 8,
