@@ -9,8 +9,9 @@ import jax
 
 # Compute capabilities of GPUs that programs are compiled for ahead of time, by a word of their kind.
 CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
-# The compute capability of the oldest GPUs that Triton compiles for, and of the first with warpgroup products.
-AMPERE, HOPPER = 8.0, 9.0
+# The compute capability of the oldest GPUs that Triton compiles for, of the first with warpgroup products, and of those
+# after them.
+AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0
 
 # The columns of a register of a TPU.
 LANES = 128

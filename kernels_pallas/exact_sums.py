@@ -26,7 +26,13 @@ _EXACT = jax.make_user_context(False)
 
 
 def exact_sums(is_wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Programs that are traced meanwhile have sums in one order, if that is wanted."""
+    """Programs that are traced meanwhile have sums in one order, if that is wanted.
+
+    Raises NotImplementedError on devices that are neither GPUs nor CPUs.
+    """
+    platform = device_at_hand().platform if is_wanted else "cpu"
+    if platform not in ("cpu", "gpu"):
+        raise NotImplementedError(f"exact=True is not built for a {platform}; leave out EngineConfig.exact")
     return _EXACT(is_wanted)
 
 

@@ -194,7 +194,7 @@ def mosaic_launches(folder: Path) -> list[Launch]:
             re.search(pattern, usage)[1]  # type: ignore[index]
             for pattern in (r"function '(\w+)_mosaic_gpu_kernel'", r"Used (\d+) registers", r"(\d+) bytes spill stores")
         )
-        counts = {
+        counts: dict[str, Any] = {
             "tensor_copies": ptx.count("cp.async.bulk.tensor"),
             "warpgroup_products": ptx.count("wgmma.mma_async"),
         }

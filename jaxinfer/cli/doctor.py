@@ -61,8 +61,8 @@ def examine(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[Fin
     """
     if jax.default_backend() != "cpu":
         raise ValueError(
-            f"the device is a {jax.default_backend()}, on which bits depend on the batch; jaxinfer promises exact bits"
-            " on CPU alone (JAX_PLATFORMS=cpu)"
+            f"the device is a {jax.default_backend()}, on which bits depend on the batch without --exact; these trials"
+            " are of CPUs (JAX_PLATFORMS=cpu)"
         )
     counts: dict[tuple[str, int, int, str], set[int]] = defaultdict(set)
     for shape in engine_products(model, config, dtype):

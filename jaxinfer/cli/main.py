@@ -453,7 +453,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for line in machine:
         show(line)
     if (platform := device_at_hand().platform) != "cpu":
-        show(f"the device is a {platform}: bits of a request may depend on the batch, as exact bits are for CPU alone")
+        show(f"the device is a {platform}: bits of a request may depend on the batch without --exact")
         return 0
     if not arguments.quiet:
         print("computing each product of the model alone and in batches of every size", file=sys.stderr)

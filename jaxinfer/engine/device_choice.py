@@ -18,7 +18,7 @@ from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_dev
 from jaxinfer.plan.cache import MemoryQuestion
 from jaxinfer.plan.limits import pages_of_row, plan_limit, plan_memory
 from jaxinfer.plan.memory import num_bytes
-from kernels_pallas.device import AMPERE, device_at_hand
+from kernels_pallas.device import AMPERE, BLACKWELL, device_at_hand
 
 logger = logging.getLogger(__name__)
 
@@ -56,21 +56,20 @@ def refuse_exact(config: EngineConfig, dtype: str, placement: Placement) -> None
     device = device_at_hand()
     if not config.exact or device.platform == "cpu":
         return
+    is_built = device.platform == "gpu" and AMPERE <= (device.capability or 0.0) < BLACKWELL
+    plain, one = "leave out that or EngineConfig.exact", "give EngineConfig.parallelism one device"
     refused = {
-        f"device {device.kind!r}": device.platform != "gpu" or (device.capability or 0.0) < AMPERE,
-        f"{placement.num_devices} devices": placement.num_devices > 1,
-        f"dtype={dtype}": dtype == "float32",
-        f"cache_dtype={config.cache_dtype!r}": config.cache_dtype == "int4",
-        f"attention={config.attention!r}": config.attention is not None,
-        f"max_adapters={config.max_adapters}": config.max_adapters > 0,
-        f"draft_trees={config.draft_trees}": config.draft_trees,
+        f"device {device.kind!r}": (not is_built, "use an NVIDIA GPU from Ampere to Hopper, or a CPU"),
+        f"{placement.num_devices} devices": (placement.num_devices > 1, one),
+        f"dtype={dtype}": (dtype == "float32", "use bfloat16 or float16"),
+        f"cache_dtype={config.cache_dtype!r}": (config.cache_dtype == "int4", "use int8 or fp8, or leave it out"),
+        f"attention={config.attention!r}": (config.attention is not None, plain),
+        f"max_adapters={config.max_adapters}": (config.max_adapters > 0, plain),
+        f"draft_trees={config.draft_trees}": (config.draft_trees, plain),
     }
-    for what, is_refused in refused.items():
+    for what, (is_refused, way_out) in refused.items():
         if is_refused:
-            raise ValueError(
-                f"exact=True is not built for {what}: it takes one NVIDIA GPU since Ampere, and bfloat16 or float16;"
-                " leave out EngineConfig.exact or that"
-            )
+            raise ValueError(f"exact=True is not built for {what}; {way_out}")
 
 
 def chosen_parallelism(

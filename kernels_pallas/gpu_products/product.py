@@ -47,6 +47,8 @@ def can_multiply(x: Any, weights: Any, scales: Any = None, zeros: Any = None) ->
         return False
     if x.dtype not in ("bfloat16", "float16") or T == 0:
         return False
+    if weights.dtype.itemsize == 1 and weights.size in triton.MISADDRESSED:
+        return False
     if scales is None:
         has_type, most_rows = weights.dtype == x.dtype and weights.shape[-1] == D, MAX_TILED_ROWS
     elif scales.shape[-1] == 1:
@@ -63,6 +65,7 @@ def multiply(
     weights: jax.Array,
     scales: jax.Array | None = None,
     zeros: jax.Array | None = None,
+    *,
     dtype: Any = jnp.float32,
     combine: Combine | None = None,
     tile: ProductTile | None = None,

@@ -22,7 +22,7 @@ BLOCK_BYTES = 2**13  # that a block of weights has at least where its inputs all
 
 
 class ProductTile(NamedTuple):
-    """How the kernel cuts a product; the sums of a result do not depend on `block_rows`, `block_inputs` and stages."""
+    """How the kernel cuts a product; the sums of a result depend on `block_channels` alone, by their instruction."""
 
     block_channels: int
     block_rows: int

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
+from kernels_pallas.exact_sums import sums_are_exact
 from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes
 from kernels_pallas.mesh_axes import num_parts as count_parts
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions, check_call
@@ -90,7 +91,8 @@ def paged_attention(
       sinks: f32[N] a score per query head that takes part in the softmax and carries no value; None for none.
       k_scale, v_scale: f32[K] what a number in the pool is worth; None is 1. A pool of integers needs them, or has a
         scale for each token. A pool of 8 bits holds the largest it can of what is larger.
-      order: the order of sums on GPU, by which a token's bits depend on no batch; None takes the fastest of each batch.
+      order: the order of sums on GPU, by which a token's bits depend on no batch. None takes the fastest of each batch,
+        or the usual order inside `exact_sums`.
 
     Returns:
       [T, N, H] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite where no q_len
@@ -101,6 +103,8 @@ def paged_attention(
       NotImplementedError: when the implementation cannot do this call, with the reason.
     """
     check_call(q, k, v, pages, call, sinks, k_scale, v_scale)
+    if order is None and sums_are_exact():
+        order = SumOrder()
     attend = implementation_of(IMPLEMENTATIONS, call.implementation, "paged attention")
     if order is not None:
         name = call.implementation or default_implementation()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import jax
 
 from kernels_pallas import triton
-from kernels_pallas.device import HOPPER
+from kernels_pallas.device import device_at_hand
 from kernels_pallas.dispatch import NoGainError
-from kernels_pallas.exact_sums import sums_are_exact
-from kernels_pallas.gpu_products.product import FP8, GROUP_SIZES, MAX_GROUPED_ROWS, multiply
-from kernels_pallas.gpu_products.tiles import takes_inputs
+from kernels_pallas.exact_sums import refuse_if_exact
+from kernels_pallas.gpu_products.product import FP8, GROUP_SIZES, can_multiply, multiply
 from kernels_pallas.quantized_matmul.reference import layer_of, multiply_widened
 
 
@@ -28,19 +27,15 @@ def quantized_matmul_gpu(
 ) -> jax.Array:
     """The contract is that of `quantized_matmul`."""
     weights, scales, zeros = layer_of((weights, scales, zeros), layer)
-    _check(x, weights, scales.shape[1], interpret)
-    if x.shape[0] > MAX_GROUPED_ROWS and not sums_are_exact():
+    _check(x, weights, scales, zeros, interpret)
+    if not interpret and not can_multiply(x, weights, scales, zeros):
+        refuse_if_exact(f"a product by {weights.dtype} {weights.shape} with scales {scales.shape}")
         return multiply_widened(x, weights, scales, zeros)
-    return multiply(x, weights, scales, zeros, x.dtype, None, None, interpret)
+    return multiply(x, weights, scales, zeros, dtype=x.dtype, interpret=interpret)
 
 
-def _check(x: jax.Array, weights: jax.Array, groups: int, interpret: bool) -> None:
-    fused = NoGainError(
-        f"groups=1 of {weights.dtype} is not supported by the GPU kernel: XLA fuses the conversion into a product with"
-        " one scale per channel; use implementation='reference'"
-    )
-    if groups == 1 and (weights.dtype != FP8 or not takes_inputs(x.shape[1])):
-        raise fused
+def _check(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, interpret: bool) -> None:
+    groups = scales.shape[1]
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
     for what, value, supported in (
         ("x.dtype", x.dtype.name, dtypes),
@@ -49,7 +44,15 @@ def _check(x: jax.Array, weights: jax.Array, groups: int, interpret: bool) -> No
     ):
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
-    target = triton.INTERPRETED if interpret else triton.target()
-    # From Hopper on XLA fuses the conversion of FP8 into a product; before, it writes the weights in floating point.
-    if groups == 1 and target.capability >= HOPPER:
-        raise fused
+    if (device := device_at_hand()).is_before_ampere:
+        raise NoGainError(
+            f"compute capability {device.capability} of {device.kind!r} is not supported by the GPU kernels; sums in"
+            " plain JAX read such weights as they are"
+        )
+    if not interpret:
+        triton.target()
+    if groups == 1 and not interpret and not can_multiply(x, weights, scales, zeros):
+        raise NoGainError(
+            f"groups=1 of {weights.dtype} is not supported by the GPU kernel here: XLA fuses the conversion into a"
+            " product with one scale per channel; use implementation='reference'"
+        )

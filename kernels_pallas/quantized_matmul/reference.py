@@ -1,4 +1,4 @@
-"""The quantized product in plain JAX: the oracle of the kernels, and what runs on old GPUs and over meshes of GPUs."""
+"""The quantized product in plain JAX: the oracle of the kernels, and what runs over meshes and where kernels refuse."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.exact_sums import refuse_if_exact
 from kernels_pallas.packed_numbers import centred, dequantize, wide_scales
 
 
@@ -44,6 +45,7 @@ def quantized_matmul_reference(
     weights are never there in floating point. Of many rows the results per group, float32 [T, groups, F], would be
     larger than the weights in x's type; then those are made.
     """
+    refuse_if_exact("a quantized product in plain JAX")
     weights, scales, zeros = layer_of((weights, scales, zeros), layer)
     (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
     wide = wide_scales(weights, scales)

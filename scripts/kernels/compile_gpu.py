@@ -193,7 +193,7 @@ def dense_product(
 
     def run(x: Any, weights: Any, scales: Any) -> Any:
         with exact_sums(exact):
-            return multiply(x, weights, scales, None, x.dtype, gated if sizes[0] == 2 else None)
+            return multiply(x, weights, scales, dtype=x.dtype, combine=gated if sizes[0] == 2 else None)
 
     return Case(jax.jit(run), on_mesh(arguments, mesh), kernels=("dense_product", "packed_product"), num_rows=rows)
 

@@ -87,7 +87,7 @@ def seconds_of_product(shape: dict[str, Any], choice: dict[str, Any]) -> float:
     combine = None if parts == 1 else jnp.add
 
     def product(rows: Any, weights: Any) -> Any:
-        return multiply(rows, weights, None, None, jnp.float32, combine, tile, jax.default_backend() == "cpu")
+        return multiply(rows, weights, combine=combine, tile=tile, interpret=jax.default_backend() == "cpu")
 
     rows = jnp.ones((shape["rows"], inputs), jnp.bfloat16)
     sets = [(rows, jnp.ones(sizes, jnp.bfloat16)) for _ in range(LARGEST_CACHE // (2 * math.prod(sizes)) + 1)]

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from scripts.kernels import compile_gpu
 from scripts.kernels.compile_matrix import decode_case, prefill_case
 from scripts.kernels.compilers import Case
@@ -55,11 +57,23 @@ def candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, Any]
 
         yield from ({"prefill": name} for name in PREFILL_KERNELS)
     elif shape["kernel"] == "product":
+        yield by_rule(shape)
         for values in itertools.product(*TILES.values()):
             yield dict(zip(TILES, values, strict=True)) | {"num_warps": 4}
     else:
         for values in itertools.product(*GPU_CHOICES.values()):
             yield dict(zip(GPU_CHOICES, values, strict=True))
+
+
+def by_rule(shape: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the tile of a product that the rules give on the GPU at hand."""
+    from kernels_pallas import triton
+    from kernels_pallas.gpu_products.tiles import product_tile
+
+    gpu = triton.target() if jax.default_backend() == "gpu" else triton.INTERPRETED
+    sizes = {name: shape[name] for name in ("rows", "channels", "inputs", "parts", "itemsize")}
+    tile = product_tile(gpu, **sizes)._asdict()
+    return {name: size for name, size in tile.items() if name not in shape}
 
 
 def _tpu_candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, int]]:

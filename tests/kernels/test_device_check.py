@@ -382,15 +382,15 @@ def test_the_launch_that_appends_products_is_right_and_a_wrong_one_is_told(name,
 
 @pytest.mark.parametrize("sizes", [(1, 48, 64), (2, 32, 96)])
 def test_dense_products_are_right_and_wrong_ones_and_other_bits_are_told(sizes, monkeypatch):
-    def multiplied(x, weights, *options):
-        return right(x, weights, *options) * (1 + 0.1 * (x.shape[0] > 1))
+    def multiplied(x, weights, **options):
+        return right(x, weights, **options) * (1 + 0.1 * (x.shape[0] > 1))
 
     right = checks.multiply
     assert checks.error_of_dense(sizes, 5, "gpu_interpret") < checks.TOLERANCE
     assert checks.rows_that_differ(sizes, (8, 64), "gpu_interpret") == 0
     monkeypatch.setattr(checks, "multiply", multiplied)
     assert checks.error_of_dense(sizes, 5, "gpu_interpret") > checks.TOLERANCE
-    assert checks.rows_that_differ(sizes, (8, 64), "gpu_interpret") == 4
+    assert checks.rows_that_differ(sizes, (8, 64), "gpu_interpret") == 6
 
 
 def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why():

@@ -34,7 +34,6 @@ def quantized(dtype: str = "bfloat16", groups: int = 2) -> tuple:
     [
         ("Tesla T4", experts(), "grouped_matmul_gpu: compute capability 7.5 of 'Tesla T4' is not supported"),
         ("NVIDIA H200", experts("float64"), "grouped_matmul_gpu: rows.dtype=float64 is not supported.*bfloat16"),
-        ("Tesla T4", quantized(), "quantized_matmul_gpu: compute capability 7.5"),
         ("NVIDIA H200", quantized("float32"), "quantized_matmul_gpu: x.dtype=float32 is not supported.*bfloat16"),
         ("NVIDIA H200", quantized(groups=16), "quantized_matmul_gpu: group size=16 is not supported.*32"),
         ("Radeon", quantized(), "quantized_matmul_gpu: device='Radeon' of platform 'gpu' is not supported"),
@@ -52,6 +51,7 @@ def test_on_a_gpu_plain_jax_takes_the_place_of_a_kernel_with_a_warning(kind, cal
         ("TPU v6 lite", "tpu", experts()),
         ("TPU v6 lite", "tpu", quantized("float32")),
         ("NVIDIA H200", "gpu", quantized(groups=1)),
+        ("Tesla T4", "gpu", quantized()),
         ("NVIDIA H200", "gpu", experts(rows=0)),
     ],
 )

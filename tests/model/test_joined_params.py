@@ -140,9 +140,9 @@ def test_the_kernel_of_a_gpu_computes_a_joined_model_by_four_launches_a_layer(mo
     expected = log_probs(params, tokens, config=config)
     launches = []
 
-    def multiply_interpreted(x, weights, scales=None, zeros=None, dtype=jnp.float32, combine=None):
+    def multiply_interpreted(x, weights, scales=None, zeros=None, *, dtype=jnp.float32, combine=None):
         launches.append((weights.shape, combine is not None))
-        return multiply(x, weights, scales, zeros, dtype, combine, TILE, True)
+        return multiply(x, weights, scales, zeros, dtype=dtype, combine=combine, tile=TILE, interpret=True)
 
     monkeypatch.setattr(layers, "_is_for_kernel", lambda is_split: True)
     monkeypatch.setattr(layers, "can_multiply", lambda *operands: True)

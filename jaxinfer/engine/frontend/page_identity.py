@@ -13,6 +13,7 @@ from jaxinfer.device import describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import ONE_DEVICE
+from kernels_pallas.device import device_at_hand
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission
@@ -67,8 +68,10 @@ def _platform(engine_config: EngineConfig) -> str:
     platform, attention = jax.default_backend(), engine_config.attention
     if platform == "cpu":
         return f"cpu: {describe_cpu()}"
-    order = ", exact" if engine_config.exact else ""
-    return platform + order if attention is None else f"{platform}{order}, attention by the {attention}"
+    if engine_config.exact:  # the order of sums goes by the kind of GPU and its multiprocessors
+        device = device_at_hand()
+        platform = f"{platform}, exact on {device.kind} of {device.num_cores} multiprocessors"
+    return platform if attention is None else f"{platform}, attention by the {attention}"
 
 
 def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str]:

@@ -26,12 +26,10 @@ from jaxinfer.model.components.layers import (
 from jaxinfer.model.components.mixer_inputs import MixerInputs
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
-from kernels_pallas.exact_sums import sums_are_exact
 from kernels_pallas.paged_attention import (
     AttentionCall,
     HeadOptions,
     Pages,
-    SumOrder,
     abstract_pages,
     append_products,
     can_append_products,
@@ -209,7 +207,8 @@ def attend(
 
     A layer that reads those of another gets the other's pages, and returns them as they came.
     """
-    options, scales = _scoring(config), {}
+    options = _scoring(config)
+    scales: dict[str, Any] = {}
     outputs: Iterator[jax.Array]
     k: Any = None
     v: Any = None
@@ -224,8 +223,7 @@ def attend(
         scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}
 
     def run(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, call: AttentionCall) -> tuple[jax.Array, Pages]:
-        order = SumOrder() if sums_are_exact() else None
-        return paged_attention(q, k, v, pages, call, sinks=sinks, **scales, order=order)
+        return paged_attention(q, k, v, pages, call, sinks=sinks, **scales)
 
     call, plain = inputs.call(**options), functools.partial(plain_attention, **options)
     if inputs.step.num_whole_rows is not None and inputs.is_shared:

@@ -116,7 +116,7 @@ def combined_product(
     if not _is_for_kernel(tokens.is_split) or not can_multiply(x, *parts):
         return None
     parts = jax.tree.map(lambda a: a.reshape(num_parts, -1, a.shape[-1]), parts)
-    return multiply_on_gpu(x, *parts, x.dtype, combine)
+    return multiply_on_gpu(x, *parts, dtype=x.dtype, combine=combine)
 
 
 def _is_for_compiler(is_split: bool) -> bool:

@@ -20,6 +20,8 @@ from jaxinfer.validation import (
     require_positive,
     require_real,
 )
+from kernels_pallas.exact_sums import sums_are_exact
+from kernels_pallas.row_products import rounded
 
 COUNTS_PER_TURN = 2**32
 
@@ -198,7 +200,10 @@ def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array, *, is_interle
     else:
         x1, x2 = jnp.split(turned, 2, axis=-1)
     cos, sin = jnp.broadcast_to(cos, x1.shape), jnp.broadcast_to(sin, x1.shape)
-    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    turns = x1 * cos, x2 * sin, x2 * cos, x1 * sin
+    if sums_are_exact():  # the compiler may add to a product before it is rounded, in one program and not in another
+        turns = tuple(map(rounded, turns))
+    y1, y2 = turns[0] - turns[1], turns[2] + turns[3]
     turned = jnp.stack([y1, y2], axis=-1).reshape(turned.shape) if is_interleaved else jnp.concatenate([y1, y2], -1)
     turned = turned.astype(x.dtype)
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)

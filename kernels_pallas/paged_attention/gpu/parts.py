@@ -27,7 +27,7 @@ from kernels_pallas.paged_attention.gpu.sum_order import SumOrder
 
 # The most bytes of partial results that long contexts add.
 MAX_PARTIAL_BYTES = 1 << 27
-# A run of parts of an order of sums has fewer than two to this: 2^25 keys of the default order.
+# A run of parts of an order of sums has two to this at most: 2^25 keys of the default order.
 MAX_DOUBLINGS = 16
 
 

@@ -132,6 +132,8 @@ ROWS_OF_PRODUCTS = (1, 16, 200)
 DENSE_WEIGHTS = {"by 4,096 x 4,096": (1, 4096, 4096), "by 1,024 x 2,048": (1, 1024, 2048), "gated": (2, 6144, 1024)}
 # Rows that a row is computed among, if sums must be exact, beside itself alone.
 EXACT_ROWS = (8, 64, 256, 2048)
+# Rows that are compared: in each group of 8 rows, half of a tile, and in further tiles.
+COMPARED_ROWS = (0, 5, 13, 40, 77, 130, 255, 2047)
 # Contexts of tiny checks are a hundredth; one of each kind then stands for its kind.
 TINY_KINDS = ("decode, long, int8 pages", "verify, a tree", "mixed, shared pages", "mixed, second layer")
 TINY_GROUPS = ("decode, groups of 71, pages of 128", "mixed, groups of 3, pages of 256")
@@ -278,10 +280,9 @@ def rows_that_differ(sizes: tuple[int, int, int], counts: tuple[int, ...], kerne
     """Returns how many rows of exact products have other bits alone than among `counts` rows."""
     x, weights = random_operands(sizes, max(counts))
     with exact_sums(True):
-        alone = [np.asarray(dense_product(x[i : i + 1], weights, kernel)) for i in (0, 5)]
+        alone = {i: np.asarray(dense_product(x[i : i + 1], weights, kernel))[0] for i in COMPARED_ROWS if i < len(x)}
         together = [np.asarray(dense_product(x[:count], weights, kernel)) for count in counts]
-    pairs = [(own[0], among[i]) for among in together for i, own in zip((0, 5), alone, strict=True)]
-    return float(sum((own != among).any() for own, among in pairs))
+    return float(sum((own != among[i]).any() for among in together for i, own in alone.items() if i < len(among)))
 
 
 def random_operands(sizes: tuple[int, int, int], rows: int) -> tuple[jax.Array, jax.Array]:
@@ -295,7 +296,7 @@ def dense_product(x: jax.Array, weights: jax.Array, kernel: str) -> jax.Array:
     """Returns the product in float32, gated by the second part of the weights if they have two."""
     combine = None if len(weights) == 1 else _gated
     is_interpreted = kernel == "gpu_interpret"
-    return jax.jit(lambda x, w: multiply(x, w, None, None, jnp.float32, combine, None, is_interpreted))(x, weights)
+    return jax.jit(lambda x, w: multiply(x, w, combine=combine, interpret=is_interpreted))(x, weights)
 
 
 def _gated(up: jax.Array, gate: jax.Array) -> jax.Array:

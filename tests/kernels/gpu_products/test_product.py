@@ -38,7 +38,9 @@ def test_a_product_is_that_of_numpy(rows, channels, inputs, combine):
     parts = 1 if combine is None else 2
     x, weights = random(rows, inputs), random(parts, channels, inputs, seed=1)
 
-    result = multiply(jnp.asarray(x), jnp.asarray(weights), None, None, jnp.float32, combine, TILE, True)
+    result = multiply(
+        jnp.asarray(x), jnp.asarray(weights), dtype=jnp.float32, combine=combine, tile=TILE, interpret=True
+    )
 
     expected = in_float64(x, weights, None, combine)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
@@ -49,7 +51,7 @@ def test_weights_of_8_bits_are_worth_their_channels_scales(dtype):
     weights = jnp.asarray(np.round(random(2, 24, 64, seed=1) * 16)).astype(dtype)
     x, scales = jnp.asarray(random(5, 64)), jnp.abs(jnp.asarray(random(2, 24, 1, seed=2))) / 16
 
-    result = multiply(x, weights, scales, None, jnp.float32, gated, TILE, True)
+    result = multiply(x, weights, scales, combine=gated, tile=TILE, interpret=True)
 
     expected = in_float64(x, weights.astype(jnp.float32), scales, gated)
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
@@ -61,7 +63,9 @@ def test_parts_are_combined_as_rounded_to_the_results_dtype():
     def parts(up, gate):
         return up + 0.0 * gate
 
-    result = multiply(jnp.asarray(x), jnp.asarray(weights), None, None, jnp.bfloat16, parts, TILE, True)
+    result = multiply(
+        jnp.asarray(x), jnp.asarray(weights), dtype=jnp.bfloat16, combine=parts, tile=TILE, interpret=True
+    )
 
     expected = (x @ weights[0].T).astype(jnp.bfloat16)
     np.testing.assert_allclose(result.astype(jnp.float32), expected.astype(np.float32), rtol=2**-7)
@@ -82,7 +86,7 @@ def test_each_rows_sums_are_the_same_in_any_tile_of_rows(monkeypatch):
 
     def run(x, block_rows, num_stages):
         tile = TILE._replace(block_rows=block_rows, num_stages=num_stages)
-        return multiply(x, weights, None, None, jnp.float32, None, tile, True)
+        return multiply(x, weights, dtype=jnp.float32, combine=None, tile=tile, interpret=True)
 
     alone, together = run(x[7:8], 16, 8), run(x, 64, 3)
     np.testing.assert_array_equal(alone[0], together[7])
@@ -95,7 +99,7 @@ def test_the_derivative_is_that_of_the_product_by_xla(dtype):
     of = (0, 1) if scales is None else (0, 2)
 
     def total(x, weights, scales):
-        return (multiply(x, weights, scales, None, jnp.float32, gated, TILE, True) ** 2).sum()
+        return (multiply(x, weights, scales, combine=gated, tile=TILE, interpret=True) ** 2).sum()
 
     def expected(x, weights, scales):
         products = jnp.einsum("td,pfd->ptf", x, weights.astype(x.dtype))

@@ -161,7 +161,7 @@ def test_tiles_are_ranked_by_time_and_written_beside_the_kernels_entries(monkeyp
         (16, 2, 32),
         (128, 2, 32),
     ]
-    assert all(entry["block_channels"] in (16, 32) and entry["seconds"] > 0 for entry in found)
+    assert all(entry["block_channels"] in (16, 32, 64) and entry["seconds"] > 0 for entry in found)
     tuned_tables.tuned_products.cache_clear()
     assert tuned_tables.tuned_products(path.stem)[16, 2, 1, 32, 64] == found[0]
 
