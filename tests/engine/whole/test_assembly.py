@@ -69,8 +69,8 @@ def test_exact_sums_are_taken_by_gpus_since_ampere_and_by_a_cpu_with_any_option(
     refuse_exact(replace(EXACT, quantization="int8", draft_trees=True), "float32", Placement())
     monkeypatch.setattr(device_choice, "device_at_hand", lambda: H200)
     refuse_exact(replace(EXACT, quantization="int8"), "bfloat16", Placement())
+    two: Any = AbstractMesh((2,), ("model",))
     with pytest.raises(ValueError, match="exact=True is not built for 2 devices; give"):
-        two: Any = AbstractMesh((2,), ("model",))
         refuse_exact(EXACT, "bfloat16", Placement(two))
 
 
