@@ -194,11 +194,21 @@ def mosaic_launches(folder: Path) -> list[Launch]:
             re.search(pattern, usage)[1]  # type: ignore[index]
             for pattern in (r"function '(\w+)_mosaic_gpu_kernel'", r"Used (\d+) registers", r"(\d+) bytes spill stores")
         )
-        counts: dict[str, Any] = {
+        counts = {
             "tensor_copies": ptx.count("cp.async.bulk.tensor"),
             "warpgroup_products": ptx.count("wgmma.mma_async"),
         }
-        launches.append(Launch(name, grid, threads, int(launch[3]), int(registers), int(spill_bytes), **counts))
+        launches.append(
+            Launch(
+                name,
+                grid,
+                threads,
+                int(launch[3]),
+                int(registers),
+                int(spill_bytes),
+                **counts,  # pyright: ignore[reportArgumentType]
+            )
+        )
     return launches
 
 
