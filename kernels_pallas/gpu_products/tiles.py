@@ -61,7 +61,8 @@ def product_tile(
     longest = _divisor(inputs)
     block_inputs = group_size or min(longest, 64 if rows > FEW_ROWS else 128)
     while (
-        block_channels * parts * block_inputs * itemsize < BLOCK_BYTES
+        rows <= FEW_ROWS
+        and block_channels * parts * block_inputs * itemsize < BLOCK_BYTES
         and block_inputs < MAX_INPUTS
         and inputs % (2 * block_inputs) == 0
     ):

@@ -388,7 +388,7 @@ EXACT_STEPS: dict[str, dict[str, Any]] = {
     },
     "verify": {"step": "verify_step", "num_tokens": 128, "num_rows": 16, "mixed_q_len": 4},
     "prefill 128": {"step": "prefill_step", "num_tokens": 128, "num_rows": 64},
-    "prefill 1,024": {"step": "prefill_step", "num_tokens": 1024, "num_rows": 16},
+    "prefill 512": {"step": "prefill_step", "num_tokens": 512, "num_rows": 16},
 }
 for _name, _sizes in EXACT_STEPS.items():
     CASES[f"exact {_name}"] = functools.partial(_bucket, exact=True, **_sizes)

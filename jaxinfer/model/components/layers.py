@@ -87,14 +87,15 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input
 
 
 def product_in_dtype(x: jax.Array, w: Weights, tokens: StepTokens | None, input_units: int = 0) -> jax.Array:
-    """Returns `product` in x's dtype. A GPU writes that of floating point so, if no devices add their parts of it.
+    """Returns `product` in x's dtype. A GPU writes it so, if no devices add their parts of it.
 
     The compiler of a TPU joins the rounding to the product by itself.
     """
     has_parts = input_units > 0 and tokens is not None and tokens.is_split
-    if not isinstance(w, jax.Array) or has_parts or device_at_hand().platform != "gpu":
+    if not isinstance(w, jax.Array | QuantizedArray) or has_parts or device_at_hand().platform != "gpu":
         return product(x, w, tokens, input_units=input_units).astype(x.dtype)
-    return _product_of_array(x, w, tokens, input_units, x.dtype)
+    multiply = _product_of_quantized if isinstance(w, QuantizedArray) else _product_of_array
+    return multiply(x, w, tokens, input_units, x.dtype).astype(x.dtype)
 
 
 def combined_product(
@@ -107,8 +108,8 @@ def combined_product(
     """
     parts: Any = w, None, None
     if isinstance(w, QuantizedArray):
-        own = w.with_wide_scales()
-        if any(a is not None for a in (own.order, own.bits, own.activations, own.multiplier, own.layer)):
+        own = w.alone().with_wide_scales()
+        if any(a is not None for a in (own.order, own.bits, own.activations, own.multiplier)):
             return None
         parts = own.values, own.scales, own.zeros
     if not isinstance(parts[0], jax.Array) or w.shape[0] != 1:
@@ -142,8 +143,11 @@ def _product_of_array(
     return _product_over_devices(multiply, x, w, tokens, input_units)
 
 
-def _product_of_quantized(x: jax.Array, w: QuantizedArray, tokens: StepTokens | None, input_units: int) -> jax.Array:
-    return _product_over_devices(_quantized_product, x, w, tokens, input_units)
+def _product_of_quantized(
+    x: jax.Array, w: QuantizedArray, tokens: StepTokens | None, input_units: int, dtype: Any = jnp.float32
+) -> jax.Array:
+    multiply = functools.partial(_quantized_product, dtype=dtype)
+    return _product_over_devices(multiply, x, w, tokens, input_units)
 
 
 def _product_of_blocks(x: jax.Array, w: PackedBlocks, tokens: StepTokens | None, input_units: int) -> jax.Array:
@@ -236,14 +240,19 @@ def _in_order(x: jax.Array, w: QuantizedArray) -> tuple[jax.Array, QuantizedArra
     return x[:, layer_of(w.order, w.layer).reshape(-1)], replace(w, order=None)
 
 
-def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, is_split: bool) -> jax.Array:
-    """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels; `is_split` as in `StepTokens`."""
+def _quantized_product(
+    x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None, is_split: bool, *, dtype: Any
+) -> jax.Array:
+    """Returns x wᵀ [T, F] for x [T, D] and weights of F output channels, in float32, or in `dtype` from a GPU's kernel.
+
+    `is_split` is as in `StepTokens`.
+    """
     is_split = _is_for_compiler(is_split)
     x, w = _in_order(x, w)
     is_whole = w.multiplier is None and w.activations is None and w.bits is None
     if w.layer is not None and w.has_shared_scales and is_whole:  # those of the layer alone
         w = replace(w, scales=jax.lax.dynamic_index_in_dim(w.scales, w.layer)).with_wide_scales()
-    if not is_whole:
+    if not is_whole or device_at_hand().platform == "gpu":
         w = w.alone()
     if w.layer is None:
         w = w.with_wide_scales().flat()
@@ -255,6 +264,9 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
         if w.bits is not None:
             refuse_if_exact("integers in planes of bits")
             return _by_planes(x, w, num_rows, is_split=is_split)
+        if not is_split and can_multiply(x, values, scales, zeros):
+            return multiply_on_gpu(x, values, scales, zeros, dtype=dtype)
+        refuse_if_exact(f"a product of {x.dtype} {x.shape} by {values.dtype} {values.shape} with scales {scales.shape}")
         return _by_own_integers(x, values, scales, zeros, num_rows, is_split=is_split)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
     # integers are not for the kernel, so XLA splits their product over a mesh.
@@ -281,9 +293,6 @@ def _by_own_integers(
 ) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], the parts of weights of F channels as `rows_by_integers` takes them."""
     is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
-    if not is_split and can_multiply(x, values, scales, zeros):
-        return multiply_on_gpu(x, values, scales, zeros)
-    refuse_if_exact(f"a product of {x.dtype} {x.shape} by {values.dtype} {values.shape} with scales {scales.shape}")
     is_whole = scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8
     if is_whole and (is_split or not device_at_hand().is_before_ampere):
         # Compilers fuse the conversion of integers.
