@@ -200,10 +200,9 @@ def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array, *, is_interle
     else:
         x1, x2 = jnp.split(turned, 2, axis=-1)
     cos, sin = jnp.broadcast_to(cos, x1.shape), jnp.broadcast_to(sin, x1.shape)
-    turns = x1 * cos, x2 * sin, x2 * cos, x1 * sin
-    if sums_are_exact():  # the compiler may add to a product before it is rounded, in one program and not in another
-        turns = tuple(map(rounded, turns))
-    y1, y2 = turns[0] - turns[1], turns[2] + turns[3]
+    # The compiler may add to a product before it is rounded, in one program and not in another.
+    keep = rounded if sums_are_exact() else lambda product: product
+    y1, y2 = keep(x1 * cos) - keep(x2 * sin), keep(x2 * cos) + keep(x1 * sin)
     turned = jnp.stack([y1, y2], axis=-1).reshape(turned.shape) if is_interleaved else jnp.concatenate([y1, y2], -1)
     turned = turned.astype(x.dtype)
     return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
