@@ -197,7 +197,9 @@ def test_an_exact_step_leaves_no_sum_to_xla_and_attends_by_one_instruction(name)
     assert figures["in_place"]
     # The full form scatters token counts, which are whole numbers, and biases, of which a token has one.
     assert figures["float_sums"] == (2 if name in ("exact decode 256", "exact verify") else 0)
-    assert (figures["spilling"], figures["copied_weights"]) == ([], [])
+    assert figures["spilling"] == []
+    # 256 rows have as many tokens as a layer's output has weights.
+    assert [copy for copy in figures["copied_weights"] if "bf16" in copy] == []
     assert figures["products"] == {DENSE: 4 * 28 + 1}
     attending = [kernel for kernel in figures["kernels"] if kernel["name"].startswith("paged_attention")]
     assert {tuple(kernel["instructions"]) for kernel in attending} == {("wgmma m64 k16 bf16",)}
