@@ -105,6 +105,12 @@ def describe_cpu() -> str:
     return f"{fields.get('model name', platform.machine())}, {sets}"
 
 
+def describe_accelerator() -> str:
+    """Returns the kind of the accelerator and its multiprocessors, by which exact sums have their order."""
+    device = device_at_hand()
+    return f"{device.kind} of {device.num_cores} multiprocessors"
+
+
 def scans_layers() -> bool:
     """True if equal layers are stacked and run by one scan: on TPU.
 

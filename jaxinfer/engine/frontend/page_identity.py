@@ -9,11 +9,10 @@ import jax
 from jaxinfer._version import __version__
 from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
-from jaxinfer.device import describe_cpu
+from jaxinfer.device import describe_accelerator, describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import ONE_DEVICE
-from kernels_pallas.device import device_at_hand
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission
@@ -68,9 +67,8 @@ def _platform(engine_config: EngineConfig) -> str:
     platform, attention = jax.default_backend(), engine_config.attention
     if platform == "cpu":
         return f"cpu: {describe_cpu()}"
-    if engine_config.exact:  # the order of sums goes by the kind of GPU and its multiprocessors
-        device = device_at_hand()
-        platform = f"{platform}, exact on {device.kind} of {device.num_cores} multiprocessors"
+    if engine_config.exact:
+        platform = f"{platform}, exact on {describe_accelerator()}"
     return platform if attention is None else f"{platform}, attention by the {attention}"
 
 
