@@ -95,7 +95,7 @@ def product_in_dtype(x: jax.Array, w: Weights, tokens: StepTokens | None, input_
     if not isinstance(w, jax.Array | QuantizedArray) or has_parts or device_at_hand().platform != "gpu":
         return product(x, w, tokens, input_units=input_units).astype(x.dtype)
     multiply = _product_of_quantized if isinstance(w, QuantizedArray) else _product_of_array
-    return multiply(x, w, tokens, input_units, x.dtype).astype(x.dtype)
+    return multiply(x, w, tokens, input_units, x.dtype).astype(x.dtype)  # pyright: ignore[reportArgumentType]
 
 
 def combined_product(
