@@ -375,7 +375,7 @@ def _transposed_product(x: jax.Array, y: jax.Array, dtype: Any = jnp.float32) ->
 
 
 def _product_at_once(x: jax.Array, w: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Returns x wᵀ [T, F] in one product; of two rows at least before Ampere, where one makes XLA widen all weights."""
+    """Returns x wᵀ [T, F] in one product. Before Ampere it has two rows or more: for one XLA widens all weights."""
     T = x.shape[0]
     if T == 1 and x.dtype == jnp.float16 and device_at_hand().is_before_ampere:
         x = jnp.pad(x, ((0, 1), (0, 0)))

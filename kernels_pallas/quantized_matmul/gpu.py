@@ -27,15 +27,19 @@ def quantized_matmul_gpu(
 ) -> jax.Array:
     """The contract is that of `quantized_matmul`."""
     weights, scales, zeros = layer_of((weights, scales, zeros), layer)
-    _check(x, weights, scales, zeros, interpret)
+    _check(x, weights, scales.shape[1], interpret)
     if not interpret and not can_multiply(x, weights, scales, zeros):
+        if scales.shape[1] == 1:
+            raise NoGainError(
+                f"groups=1 of {weights.dtype} is not supported by the GPU kernel here: XLA fuses the conversion into a"
+                " product with one scale per channel; use implementation='reference'"
+            )
         refuse_if_exact(f"a product by {weights.dtype} {weights.shape} with scales {scales.shape}")
         return multiply_widened(x, weights, scales, zeros)
     return multiply(x, weights, scales, zeros, dtype=x.dtype, interpret=interpret)
 
 
-def _check(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, interpret: bool) -> None:
-    groups = scales.shape[1]
+def _check(x: jax.Array, weights: jax.Array, groups: int, interpret: bool) -> None:
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
     for what, value, supported in (
         ("x.dtype", x.dtype.name, dtypes),
@@ -51,8 +55,3 @@ def _check(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array
         )
     if not interpret:
         triton.target()
-    if groups == 1 and not interpret and not can_multiply(x, weights, scales, zeros):
-        raise NoGainError(
-            f"groups=1 of {weights.dtype} is not supported by the GPU kernel here: XLA fuses the conversion into a"
-            " product with one scale per channel; use implementation='reference'"
-        )

@@ -94,8 +94,8 @@ def product_in_dtype(x: jax.Array, w: Weights, tokens: StepTokens | None, input_
     has_parts = input_units > 0 and tokens is not None and tokens.is_split
     if not isinstance(w, jax.Array | QuantizedArray) or has_parts or device_at_hand().platform != "gpu":
         return product(x, w, tokens, input_units=input_units).astype(x.dtype)
-    multiply = _product_of_quantized if isinstance(w, QuantizedArray) else _product_of_array
-    return multiply(x, w, tokens, input_units, x.dtype).astype(x.dtype)  # pyright: ignore[reportArgumentType]
+    multiply: Callable[..., jax.Array] = _PRODUCTS.get(type(w), _product_of_array)
+    return multiply(x, w, tokens, input_units, x.dtype).astype(x.dtype)
 
 
 def combined_product(

@@ -14,6 +14,7 @@ counts the parts of all rows and finds its own; no list of parts is made before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,38 +70,21 @@ def cut_batch(
     order: SumOrder | None = None,
 ) -> Cut:
     """Returns the cut of T tokens in B rows of up to `max_context` tokens, with `token_bytes` of a partial result."""
+    num_tiles = num_chunks(T, B, block_q, q_len)
+    cut = partial(Cut, T=T, B=B, block_q=block_q, sizes=sizes, window=window, num_tiles=num_tiles, order=order)
     if order is not None:
-        num_tiles = num_chunks(T, B, block_q, q_len)
         most = -(-max_context // order.split_keys)
         most = most if window is None else min(most, parts_of_window(order, window, block_q))
         num_added = min(sizes.added_parts, num_tiles * (most - 1))
-        return Cut(
-            T=T,
-            B=B,
-            block_q=block_q,
-            sizes=sizes,
-            window=window,
-            num_tiles=num_tiles,
-            num_added=num_added,
-            num_slots=min(T * most, MAX_PARTIAL_BYTES // token_bytes) if num_added else 0,
-            order=order,
-        )
+        return cut(num_added=num_added, num_slots=min(T * most, MAX_PARTIAL_BYTES // token_bytes) if num_added else 0)
     seen = max_context if window is None else min(max_context, window + block_q)
-    most, num_tiles = pl.cdiv(seen, sizes.split_keys), num_chunks(T, B, block_q, q_len)
+    most = pl.cdiv(seen, sizes.split_keys)
     # Each added part makes its tile one of two parts at least, so it needs room for two.
     added_tokens = 2 * min(block_q, q_len or block_q)
     num_added = min(sizes.added_parts, num_tiles * (most - 1), MAX_PARTIAL_BYTES // (added_tokens * token_bytes))
     num_further = num_tiles * (sizes.num_splits - 1) + num_added
-    return Cut(
-        T=T,
-        B=B,
-        block_q=block_q,
-        sizes=sizes,
-        window=window,
-        num_tiles=num_tiles,
-        num_added=num_added,
-        num_slots=min(T * max(most, sizes.num_splits), added_tokens * num_further),
-    )
+    num_slots = min(T * max(most, sizes.num_splits), added_tokens * num_further)
+    return cut(num_added=num_added, num_slots=num_slots)
 
 
 class Rows(NamedTuple):

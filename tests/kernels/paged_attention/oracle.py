@@ -113,6 +113,21 @@ def make_call(
     return Call(arguments, rows, sum(n for n, _ in lens), slots)
 
 
+def rows_of_chunks(
+    chunks: Sequence[tuple[int, int, int]], tables: np.ndarray, num_rows: int
+) -> tuple[list[int], dict[str, np.ndarray]]:
+    """Returns the queries of each row, and the arrays of a call, for chunks of texts that are in a pool.
+
+    A chunk is a text, whose pages are those of its row in `tables`, the chunk's first token and its number of tokens.
+    Rows past the chunks are padding.
+    """
+    lens = [n for *_, n in chunks] + [0] * (num_rows - len(chunks))
+    kv_lens, own = np.zeros(num_rows, np.int32), np.zeros((num_rows, tables.shape[1]), np.int32)
+    for row, (text, first, n) in enumerate(chunks):
+        kv_lens[row], own[row] = first + n, tables[text]
+    return lens, {"block_tables": own, "kv_lens": kv_lens, "cu_q_lens": np.cumsum([0, *lens], dtype=np.int32)}
+
+
 def in_steps(x: np.ndarray, value: int = 0) -> np.ndarray:
     """Returns x with so many rows of `value` after it that their number is a multiple of TOKENS_STEP."""
     return np.pad(x, [(0, -len(x) % TOKENS_STEP), *[(0, 0)] * (x.ndim - 1)], constant_values=value)

@@ -21,6 +21,7 @@ from tests.kernels.paged_attention.heads_and_pages import (
     PAGE_SIZES,
     SOME_HEADS_AND_PAGES,
 )
+from tests.kernels.paged_attention.oracle import rows_of_chunks
 
 pytestmark = [
     pytest.mark.bits,
@@ -68,17 +69,12 @@ class Texts:
 
     def attend_to(self, qkv, chunks, num_tokens, num_rows, q_len=None, **options) -> list[np.ndarray]:
         """As `attend`, for queries, keys and values of the caller's."""
-        lens = [n for _, _, n in chunks] + [0] * (num_rows - len(chunks))
+        lens, rows = rows_of_chunks(chunks, self.tables, num_rows)
         padding = ((0, num_tokens - sum(lens)), (0, 0), (0, 0))
-        kv_lens, tables = np.zeros(num_rows, np.int32), np.zeros((num_rows, self.tables.shape[1]), np.int32)
-        for row, (i, first, n) in enumerate(chunks):
-            kv_lens[row], tables[row] = first + n, self.tables[i]
         out, _ = self._attend(
             *(None if x is None else np.pad(x, padding, constant_values=np.nan) for x in qkv),
             self.pages,
-            block_tables=tables,
-            kv_lens=kv_lens,
-            cu_q_lens=np.cumsum([0, *lens], dtype=np.int32),
+            **rows,
             q_len=q_len,
             **options,
         )

@@ -19,7 +19,7 @@ from kernels_pallas.paged_attention.gpu.parts import MAX_PARTIAL_BYTES, cut_batc
 from kernels_pallas.triton import Target
 from scripts.kernels.named_calls import by_name
 from tests.kernels.paged_attention.mutants import mutant
-from tests.kernels.paged_attention.oracle import attention, make_call
+from tests.kernels.paged_attention.oracle import attention, make_call, rows_of_chunks
 
 # Of 150 keys, in 5 parts of 2 blocks.
 LENGTH, ORDER = 150, SumOrder(split_keys=32, block_k=16)
@@ -67,19 +67,14 @@ class Texts:
 
     def attend(self, chunks: list[tuple[int, int, int]], q_len: int | None = None) -> list[np.ndarray]:
         T, B = {None: (160, 4), 1: (len(chunks), len(chunks))}[q_len]
-        lens = [n for *_, n in chunks] + [0] * (B - len(chunks))
+        lens, rows = rows_of_chunks(chunks, self.tables, B)
         q = np.concatenate([self.qkv[0][i, first : first + n] for i, first, n in chunks])
-        kv_lens, tables = np.zeros(B, np.int32), np.zeros((B, self.tables.shape[1]), np.int32)
-        for row, (i, first, n) in enumerate(chunks):
-            kv_lens[row], tables[row] = first + n, self.tables[i]
         out, _ = self._attend(
             np.pad(q, ((0, T - len(q)), (0, 0), (0, 0))),
             None,
             None,
             self.pages,
-            block_tables=tables,
-            kv_lens=kv_lens,
-            cu_q_lens=np.cumsum([0, *lens], dtype=np.int32),
+            **rows,
             q_len=q_len,
         )
         return np.split(np.asarray(out), np.cumsum(lens))[: len(chunks)]
