@@ -148,7 +148,7 @@ ENGINE = {
     **{"max_mixed_tokens": 32, "max_waiting": 3, "host_cache_bytes": 2**20, "disk_cache_bytes": 2**20},
     **{"disk_cache_path": "pages", "max_drafts": 3, "adaptive_drafts": False, "draft_trees": True},
     **{"ttft_target": 0.5, "tpot_target": 0.25, "quantization": "int8", "attention": "reference"},
-    **{"max_adapters": 2, "max_adapter_rank": 8},
+    **{"max_adapters": 2, "max_adapter_rank": 8, "exact": True},
     "parallelism": Parallelism(tensor=2),
 }
 CACHE = {"num_pages": 3, "page_size": 16, "dtype": "float32", "num_bounded_pages": [2, 3], "num_draft_states": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -21,6 +22,13 @@ def test_a_list_of_files_names_each_file_once_and_only_files_that_exist(listed):
 
 def test_no_file_is_both_slow_and_long():
     assert [name for name in LONG if is_listed(TESTS / name, SLOW)] == []
+
+
+def test_no_two_files_of_tests_share_a_name():
+    """A folder of tests is no package, so pytest imports each file by its name alone."""
+    counts = Counter(file.name for file in TESTS.rglob("test_*.py"))
+
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_engines_of_tests_have_few_configurations():

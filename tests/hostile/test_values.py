@@ -422,6 +422,7 @@ def test_steps(step):
         "num_steps": None,
         "max_drafts": None,
         "vocab_size": None,
+        "exact": False,
     }
     assert set(options) == {field.name for field in dataclasses.fields(StepOptions)}
 
