@@ -77,13 +77,16 @@ class CacheConfig:
 @explains_names
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The devices of an engine: `replicas` copies of the model, each on `tensor` times `experts` devices.
+    """The devices of an engine: `replicas` copies of the model, each on `tensor` x `experts` x `stages` devices.
 
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
-    experts of a mixture, and all devices together what is no expert, as far as they divide it. Each replica computes
-    requests of its own, from one queue. replicas="auto" takes every device of this process: each replica then has
-    `tensor` times `experts` of them, or without these the fewest that hold the model. Of `devices` that are given to
-    an LLM, each replica has `tensor` times `experts`.
+    experts of a mixture, and all devices together what is no expert, as far as they divide it. `stages` groups of all
+    these share the layers, and pass parts of a step's tokens on: for several hosts, where a sum over devices in each
+    layer takes longer than to read all weights once more.
+
+    Each replica computes requests of its own, from one queue. replicas="auto" takes every device of this process: each
+    replica then has as many of them as the other numbers say, or without these the fewest that hold the model. So does
+    each replica of `devices` that are given to an LLM.
 
     The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
     which only decode. 0: every replica does both.
@@ -93,10 +96,11 @@ class Parallelism:
     experts: int = 1
     replicas: int | Literal["auto"] = 1
     prefill: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
-        for name in ("tensor", "experts", "replicas"):
+        for name in ("tensor", "experts", "replicas", "stages"):
             value = getattr(self, name)
             if name == "replicas" and isinstance(value, str):
                 require(value == AUTO, name, value, f"a number or {AUTO!r}")
@@ -111,7 +115,7 @@ class Parallelism:
 
     @property
     def devices_per_replica(self) -> int:
-        return self.tensor * self.experts
+        return self.tensor * self.experts * self.stages
 
     @property
     def num_replicas(self) -> int:

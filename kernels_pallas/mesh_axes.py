@@ -1,10 +1,12 @@
-"""The axes of a mesh that split a dimension of an array, as an entry of a `PartitionSpec`."""
+"""The axes of a mesh that split a dimension of an array, as an entry of a `PartitionSpec`, and functions over them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 # None: each device has the whole dimension.
@@ -12,6 +14,8 @@ Axes = str | tuple[str, ...] | None
 
 # The axes that heads are split over.
 HEADS_AXES = ("experts", "model")
+# The axis that layers are split over.
+STAGES_AXIS = "stages"
 
 
 def dividing_axes(size: int, mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> Axes:
@@ -37,3 +41,27 @@ def names_of(axes: Axes) -> tuple[str, ...]:
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else axes
+
+
+def devices_per_stage(mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of devices that share each layer."""
+    return mesh.size // mesh.shape.get(STAGES_AXIS, 1)
+
+
+def over_devices(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns the function by which each device of a mesh computes its own parts, as `jax.shard_map` does.
+
+    Within a stage, `mesh` is that of the stage's devices.
+    """
+    context, options = jax.sharding.get_abstract_mesh(), {}
+    own: Any = mesh
+    if STAGES_AXIS in context.manual_axes:
+        own, options = context, {"axis_names": {*mesh.axis_names}}
+    # Kernels are opaque to the replication check.
+    return jax.shard_map(function, mesh=own, in_specs=in_specs, out_specs=out_specs, check_vma=False, **options)
+
+
+def is_within_device() -> bool:
+    """True in a function of `over_devices`, whose arrays are a device's own; not in a stage of several devices."""
+    manual = {*jax.sharding.get_abstract_mesh().manual_axes}
+    return bool(manual - {STAGES_AXIS})

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.device import LANES, VMEM_BYTES, lies_turned
+from kernels_pallas.mesh_axes import over_devices
 
 
 def table_rows(
@@ -56,8 +57,7 @@ def _over_mesh(by_kernel: Any, sharding: NamedSharding, table: jax.Array, tokens
         return jax.lax.psum(jnp.where(is_own[:, None], rows, jnp.zeros((), rows.dtype)), axis)
 
     specs = (PartitionSpec(axis, None), PartitionSpec())
-    # Kernels are opaque to the replication check.
-    split = jax.shard_map(own_rows, mesh=sharding.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    split = over_devices(own_rows, sharding.mesh, in_specs=specs, out_specs=PartitionSpec())
     return split(table, tokens)
 
 

@@ -142,7 +142,9 @@ def pytest_addoption(parser):
         "--optimised", action="store_true", help="compile as for users; tests of bits by themselves always do"
     )
     parser.addoption(
-        "--mesh", metavar="TENSORxEXPERTS", help="split the models of tests/engine over devices; see on_devices.py"
+        "--mesh",
+        metavar="TENSORxEXPERTSxSTAGES",
+        help="split the models of tests/engine over devices; see on_devices.py",
     )
 
 
@@ -157,7 +159,9 @@ def pytest_configure(config):
         SIZES.update({"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1})
         interpret_tpu_kernels(pytest.MonkeyPatch())
     if mesh := config.getoption("--mesh"):
+        from jaxinfer.model import stages
         from tests.engine.engines import SMALL
 
-        tensor, experts = map(int, mesh.split("x"))
-        SMALL["parallelism"] = Parallelism(tensor=tensor, experts=experts)
+        tensor, experts, num_stages = map(int, mesh.split("x"))
+        SMALL["parallelism"] = Parallelism(tensor=tensor, experts=experts, stages=num_stages)
+        stages.MIN_PART = 4  # or steps as small as those of tests would be one part

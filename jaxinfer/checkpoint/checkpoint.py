@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer.checkpoint.config_json.family import Family, embedding_name, is_backbone
 from jaxinfer.checkpoint.families import family_of
@@ -23,6 +23,7 @@ from jaxinfer.checkpoint.formats.elsewhere import READ, settings_beside, unread_
 from jaxinfer.checkpoint.formats.gguf import describe_changed, gguf_tensors, settings_of_gguf
 from jaxinfer.checkpoint.huggingface import DOWNLOADED, gguf_files, read_headers, read_json, resolve_checkpoint
 from jaxinfer.checkpoint.making.assemblies import assemblies_of, grid_of, is_assembly, plan_assembly
+from jaxinfer.checkpoint.making.grouping import Packing, grouped, packings_of
 from jaxinfer.checkpoint.making.misfits import (
     UNEMBEDDING,
     expected_shapes,
@@ -39,7 +40,7 @@ from jaxinfer.device import joins_products, packs_integers, scans_layers
 from jaxinfer.display.progress import Bar
 from jaxinfer.gguf.file import GGUFFile, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
-from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.joined_params import join_products
 from jaxinfer.model.params import Params, abstract_params, over_mesh, shardings
 from jaxinfer.model.quantized_params import quantize_weights
@@ -222,7 +223,7 @@ class Checkpoint:
     ) -> tuple[Params, ModelConfig]:
         """Returns what `load_checkpoint` returns."""
         require_quantization(quantization)
-        config = over_mesh(self.grouped(self.config, layer_cuts, scans=scans_layers()), mesh)
+        config = over_mesh(self.grouped(self.config, layer_cuts, scans=scans_layers(), mesh=mesh), mesh)
         placement = None if mesh is None else shardings(config, mesh)
         options: dict[str, Any] = {"quantization": quantization, "placement": placement}
         params = self.load_params(config, dtype, show_progress=show_progress, **options)
@@ -297,7 +298,7 @@ class Checkpoint:
         It needs config.json alone, and of packed weights the headers of their files.
         """
         require_quantization(quantization)
-        config = over_mesh(self.grouped(self.config, scans=scans_layers()), mesh)
+        config = over_mesh(self.grouped(self.config, scans=scans_layers(), mesh=mesh), mesh)
         options: dict[str, Any] = {"quantization": quantization, "is_packed": packs_integers()}
         return self.abstract_params(config, dtype, **options), config
 
@@ -319,24 +320,12 @@ class Checkpoint:
         options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": is_packed}
         return jax.eval_shape(partial(quantize_weights, **options), params)
 
-    def layers_packed_anew(self, config: ModelConfig) -> list[int]:
-        """Returns the layers packed in another way than the last equal one, with which a new stack must begin."""
+    def packings(self, config: ModelConfig) -> list[Packing]:
+        """Returns how the tensors of each layer are packed."""
         if self.packing is None:
-            return []
+            return [()] * config.num_layers
         plan, stored = self.plan(config.regrouped((1,) * config.num_layers))
-
-        def grids(layer: Any) -> list[Any]:
-            found = [grid_of(assembly, stored) for assembly in assemblies_of(layer)]
-            # A TPU has integers in place of blocks of any type.
-            return found if packs_integers() else [Blocks if isinstance(grid, Blocks) else grid for grid in found]
-
-        known: dict[Layer, list[Any]] = {}
-        anew = []
-        for i, layer in enumerate(config.layers):
-            own = grids(plan.layers[i])
-            anew += [i] if known.setdefault(layer, own) != own else []
-            known[layer] = own
-        return anew
+        return packings_of(plan.layers, stored)
 
     def forget(self) -> None:
         """Frees what was read but the digests of files; a later use reads it again."""
@@ -417,11 +406,16 @@ class Checkpoint:
             return None
         return settings_beside(self.path, stored)
 
-    def grouped(self, config: ModelConfig, layer_cuts: Collection[int] = (), *, scans: bool) -> ModelConfig:
-        """Returns the model with its layers in the stacks of a device that scans over them, or else with each alone."""
-        if not scans:
-            return config.regrouped((1,) * config.num_layers)
-        return config.regrouped(scan_sizes(config.layers, {*layer_cuts, *self.layers_packed_anew(config)}))
+    def grouped(
+        self,
+        config: ModelConfig,
+        layer_cuts: Collection[int] = (),
+        *,
+        scans: bool,
+        mesh: Mesh | AbstractMesh | None = None,
+    ) -> ModelConfig:
+        """Returns a model of this checkpoint in the groups of a device, see `making.grouping`."""
+        return grouped(config, self.packings(config), layer_cuts, scans=scans, mesh=mesh)
 
     def _refuse_both(self, quantization: str | None) -> None:
         """Raises ValueError for a `quantization` of a checkpoint that is packed already."""

@@ -200,7 +200,7 @@ NESTED: dict[str, tuple[type, dict[str, str]]] = {
         Parallelism,
         {
             **{"tensor": "tensor_parallel", "experts": "expert_parallel"},
-            **{"replicas": "replicas", "prefill": "prefill_replicas"},
+            **{"replicas": "replicas", "prefill": "prefill_replicas", "stages": "stages"},
         },
     ),
 }
@@ -208,7 +208,8 @@ NESTED: dict[str, tuple[type, dict[str, str]]] = {
 
 PROCESSES = (
     "One engine with the devices of several processes: the same command in each, and --tensor-parallel times"
-    " --expert-parallel is the number of all devices. Process 0 has the output, and the others end with it."
+    " --expert-parallel times --stages is the number of all devices. Process 0 has the output, and the others end with"
+    " it."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from jaxinfer.model.components.layers import PoolSize
 from jaxinfer.model.components.rope import rotary_embedding, turning_angles
 from jaxinfer.model.config import MixerStack, ModelConfig
 from jaxinfer.model.layer_parts import Mixer, Pool, functions_of
+from jaxinfer.model.stages import in_stages
 from jaxinfer.validation import require, require_name
-from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes
+from kernels_pallas.mesh_axes import HEADS_AXES, STAGES_AXIS, dividing_axes
 from kernels_pallas.paged_attention import Pages, head_specs, put_pages, take_pages
 from kernels_pallas.paged_attention.call import token_rows
 from kernels_pallas.paged_attention.layout import LAYOUTS
@@ -82,17 +84,19 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig, kind: int | None = None) -> KVCache:
-    """Returns a `NamedSharding` per array: KV heads over HEADS_AXES, as far as they divide them, all else whole.
+    """Returns a `NamedSharding` per array: layers over stages and KV heads over HEADS_AXES, as far as they divide them.
 
+    All else is whole.
     `kind`: that of the pages of a bundle, if it has pages of one kind only.
     """
 
     def specs(pool: Pool, stack: MixerStack) -> Pool:
-        split_heads = functions_of(stack.mixer).split_heads
+        split_heads, own = functions_of(stack.mixer).split_heads, jax.tree.map(lambda _: PartitionSpec(None), pool)
         if split_heads is not None:
             assert isinstance(pool, Pages)
-            return split_heads(pool, dividing_axes(pool.num_kv_heads, mesh, HEADS_AXES))
-        return jax.tree.map(lambda _: PartitionSpec(), pool)
+            own = split_heads(pool, dividing_axes(pool.num_kv_heads, mesh, HEADS_AXES))
+        of_layers = dividing_axes(stack.num_layers, mesh, (STAGES_AXIS,))
+        return own if of_layers is None else jax.tree.map(lambda spec: PartitionSpec(of_layers, *spec[1:]), own)
 
     pools = tuple(map(specs, cache.pools, _stacks_of(config, kind)))
     placement = replace(cache, pools=pools, tokens=None if cache.tokens is None else PartitionSpec())
@@ -209,12 +213,18 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
 
 
 def move_tokens(
-    cache: KVCache, batch: Batch, sources: jax.Array, is_moved: jax.Array, *, config: ModelConfig
+    cache: KVCache,
+    batch: Batch,
+    sources: jax.Array,
+    is_moved: jax.Array,
+    *,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """Returns the cache with the slot of each token of a batch where `is_moved` given the content of another's slot.
 
     sources i32[T]: index in the batch of that other token. All slots are read before any is written. States stay: a
-    page has one for all its slots.
+    page has one for all its slots. `mesh`: the mesh that the cache is split over, if any.
     """
     page_size = cache.tokens.shape[1]
 
@@ -226,14 +236,18 @@ def move_tokens(
         if move_slots is None:
             return pool
         from_slots = jnp.where(is_moved, slots[kind][sources], 0)
-        per_layer = pool.num_pages // num_layers * page_size
 
-        def in_layer(layer: Any, pool: Any) -> Any:
-            offset = layer * per_layer
-            targets = jnp.where(is_moved, slots[kind] + offset, PADDING_SLOT)
-            return move_slots(pool, from_slots + offset, targets)
+        def in_layers(pool: Any, num_layers: int, from_slots: Any, to_slots: Any, is_moved: Any) -> Any:
+            per_layer = pool.num_pages // num_layers * page_size
 
-        return jax.lax.fori_loop(0, num_layers, in_layer, pool)
+            def in_layer(layer: Any, pool: Any) -> Any:
+                offset = layer * per_layer
+                targets = jnp.where(is_moved, to_slots + offset, PADDING_SLOT)
+                return move_slots(pool, from_slots + offset, targets)
+
+            return jax.lax.fori_loop(0, num_layers, in_layer, pool)
+
+        return in_stages(in_layers, mesh, pool, num_layers, from_slots, slots[kind], is_moved)
 
     pools = tuple(map(moved, cache.pools, config.mixer_stacks))
     old, new = jnp.where(is_moved, slots[0][sources], 0), jnp.where(is_moved, slots[0], PADDING_SLOT)
@@ -261,7 +275,7 @@ def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig, kind: i
     page_ids = jnp.asarray(page_ids)
     part = _part_of(cache, config, kind)
     pairs = zip(part.pools, _stacks_of(config, kind), strict=True)
-    pools = tuple(take_pages(pool, _in_layers(page_ids, pool, stack.num_layers)) for pool, stack in pairs)
+    pools = tuple(_in_layers(take_pages, stack.num_layers, page_ids, pool) for pool, stack in pairs)
     tokens = None if part.tokens is None else part.tokens.at[page_ids].get(mode="fill", fill_value=0)
     return PageBundle(pools=pools, tokens=tokens)
 
@@ -279,7 +293,7 @@ def insert_pages(
     def put(pool: Pool, stack: MixerStack) -> Pool:
         if kind not in (None, stack.kind):
             return pool
-        return put_pages(pool, _in_layers(page_ids, pool, stack.num_layers), next(new))
+        return _in_layers(put_pages, stack.num_layers, page_ids, pool, next(new))
 
     pools = tuple(map(put, cache.pools, config.mixer_stacks))
     tokens = cache.tokens if bundle.tokens is None else cache.tokens.at[page_ids].set(bundle.tokens, mode="drop")
@@ -306,9 +320,14 @@ def _turned(pages: Pool, mixer: Mixer, num_positions: Any) -> Pool:
     return map_keys(pages, turn)
 
 
-def _in_layers(page_ids: Any, pool: Pool, num_layers: int) -> Any:
-    """Returns the indices of pages i32[W] in a pool of n layers, i32[n * W]; ids past the pool stay past it."""
-    per_layer = pool.num_pages // num_layers
-    offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
-    # Past the last page of its layer an id would be another layer's page.
-    return jnp.where(page_ids[None] < per_layer, offsets + page_ids[None], pool.num_pages).reshape(-1)
+def _in_layers(verb: Callable[..., Pool], num_layers: int, page_ids: Any, *pools: Pool) -> Pool:
+    """Returns verb(pool, page_ids, *others) of each of n layers, one after another, for pools of all of them.
+
+    No index passes a layer, so that devices may share the layers.
+    """
+
+    def apart(array: Any) -> Any:
+        return array.reshape(num_layers, -1, *array.shape[1:])
+
+    of_layers = jax.vmap(lambda pool, *others: verb(pool, page_ids, *others))(*jax.tree.map(apart, pools))
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), of_layers)

@@ -28,7 +28,7 @@ from jaxinfer.model.components.moe import MoEParams
 from jaxinfer.model.config import LayerStack, ModelConfig
 from jaxinfer.model.layer_parts import FEED_FORWARDS, functions_of
 from jaxinfer.quantization import QuantizedArray
-from kernels_pallas.mesh_axes import HEADS_AXES, Axes, dividing_axes, num_parts
+from kernels_pallas.mesh_axes import HEADS_AXES, STAGES_AXIS, Axes, dividing_axes, num_parts
 
 
 @struct.dataclass
@@ -74,9 +74,12 @@ class Params:
     logits: LogitOptions | None = struct.field(pytree_node=False, default=LogitOptions())
 
 
+LAYERS = "layers"  # the axis of stacked layers: stages share those that they divide
+
 # Logical axis -> the mesh axes that split it: all of them, or the last ones, as far as they divide its size and split
 # no earlier axis of the tensor. Axes that are not named here are replicated.
 TENSOR_PARALLEL_RULES: Mapping[str, tuple[str, ...]] = {
+    LAYERS: (STAGES_AXIS,),
     VOCABULARY: HEADS_AXES,
     "heads": HEADS_AXES,
     KV_HEADS: HEADS_AXES,
@@ -119,7 +122,7 @@ def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
         num_inputs: int = 0,
         num_together: int = 1,
     ) -> TensorSpec:
-        shape, axes = (stack.num_layers, *sizes), ("layers", *axes)
+        shape, axes = (stack.num_layers, *sizes), (LAYERS, *axes)
         return TensorSpec(shape, axes, scale, num_inputs, num_together=num_together)
 
     norm = spec((hidden_size,), ("embed",), None)
@@ -189,13 +192,14 @@ def _fitted(array: Any, spec: TensorSpec) -> Any:
 def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, tuple[str, ...]] = TENSOR_PARALLEL_RULES) -> Params:
     """Returns a `NamedSharding` per tensor.
 
-    Raises ValueError, with the name of the tensor's axis, if the last mesh axis of its rule cannot divide it.
+    Raises ValueError, with the name of the tensor's axis, if the last mesh axis of its rule cannot divide it. Layers
+    that stages cannot divide are whole on each.
     """
 
     def sharding(spec: TensorSpec) -> NamedSharding:
         names = _mesh_axes(spec, mesh, rules)
         for axis, size, found in zip(spec.axes, spec.units, names, strict=True):
-            last = rules[axis][-1] if axis in rules else None
+            last = rules[axis][-1] if axis in rules and axis != LAYERS else None
             if found is None and last in mesh.axis_names and size % mesh.shape[last]:
                 raise ValueError(
                     f"axis {axis!r} of size {size} cannot be split over the {mesh.shape[last]} devices of mesh axis"

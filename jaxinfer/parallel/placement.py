@@ -22,20 +22,21 @@ from jaxinfer.model.cache import KVCache, cache_shardings, init_cache
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, TensorSpec
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardings
+from jaxinfer.model.params import LAYERS, TENSOR_PARALLEL_RULES, Params, declare, shardings
 from jaxinfer.model.quantized_params import quantized_sharding
+from jaxinfer.model.stages import for_stages
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PACKED, PackedBlocks, QuantizedArray
 from jaxinfer.validation import require
 from jaxinfer.xla_options import SHARED_THREADS, has_threads_per_device
-from kernels_pallas.mesh_axes import names_of
+from kernels_pallas.mesh_axes import STAGES_AXIS, devices_per_stage, names_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ONE_DEVICE = "one device"
 # The options of `Parallelism` by the mesh axis whose size each is, in the order of the mesh.
-OPTIONS = {EXPERTS_AXIS: "experts", MLP_AXIS: "tensor"}
+OPTIONS = {STAGES_AXIS: "stages", EXPERTS_AXIS: "experts", MLP_AXIS: "tensor"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Placement:
         """
         parallelism = Parallelism() if parallelism is None else parallelism
         sizes = {axis: getattr(parallelism, option) for axis, option in OPTIONS.items()}
+        if sizes[STAGES_AXIS] == 1:
+            del sizes[STAGES_AXIS]
         count = math.prod(sizes.values())
         if devices is None and count == 1:
             return cls()
@@ -71,7 +74,9 @@ class Placement:
             if chosen[0].platform == "cpu" and not has_threads_per_device():
                 raise ValueError(SHARED_THREADS)
         is_all = devices is None and count in (jax.local_device_count(), jax.device_count())
-        # Of a whole slice of TPUs, JAX knows the order in which neighbours are linked.
+        # Of a whole slice of TPUs, JAX knows the order in which neighbours are linked. Stages are hosts, one after
+        # another, as JAX lists devices.
+        is_all = is_all and STAGES_AXIS not in sizes
         grid = mesh_utils.create_device_mesh((*sizes.values(),), chosen) if is_all else np.array(chosen)
         return cls(Mesh(grid.reshape((*sizes.values(),)), (*sizes,)))
 
@@ -133,15 +138,16 @@ class Placement:
         """
         if self.mesh is None:
             return params
+        is_split = devices_per_stage(self.mesh) > 1
 
         def split(path: Any, tensor: Any, spec: TensorSpec, sharding: NamedSharding) -> Any:
             if isinstance(tensor, PackedBlocks):
-                if self.num_devices > 1:
+                if is_split:
                     raise ValueError(f"{BLOCKS_ARE_WHOLE}: {keystr(path)} has blocks of {tensor.type}")
-                return self.replicated(tensor)
+                return jax.tree.map(lambda array: _placed(array, sharding), tensor)
             if not isinstance(tensor, QuantizedArray):
                 return _placed(tensor, sharding)
-            if "experts" in spec.axes and self.num_devices > 1:
+            if "experts" in spec.axes and is_split:
                 _refuse_own_inputs(keystr(path), tensor)
             if tensor.values.shape[-1] < spec.shape[-1]:
                 _refuse_cut_groups(keystr(path), tensor, sharding)
@@ -239,7 +245,7 @@ def _first_devices(parallelism: Parallelism, count: int) -> list[Any]:
         together = f" ({jax.device_count()} in all {jax.process_count()} processes)" if jax.process_count() > 1 else ""
         raise ValueError(
             f"{parallelism} needs {count} devices, and this process has {len(devices)}{together}; change"
-            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --stages, --replicas)"
         )
     return devices[:count]
 
@@ -276,9 +282,13 @@ def name_idle_devices(used: Parallelism, widest: Parallelism) -> None:
 
 def _as_options(parallelism: Parallelism) -> str:
     """Returns the parts of a value that are not 1, as in Python and on the command line."""
-    sizes = {"tensor": parallelism.tensor, "experts": parallelism.experts, "replicas": parallelism.replicas}
-    given = {name: size for name, size in sizes.items() if size > 1}
-    flags = {"tensor": "--tensor-parallel", "experts": "--expert-parallel", "replicas": "--replicas"}
+    flags = {
+        "tensor": "--tensor-parallel",
+        "experts": "--expert-parallel",
+        "stages": "--stages",
+        "replicas": "--replicas",
+    }
+    given = {name: size for name in flags if (size := getattr(parallelism, name)) > 1}
     call = ", ".join(f"{name}={size}" for name, size in given.items())
     return f"Parallelism({call}), or {' '.join(f'{flags[name]} {size}' for name, size in given.items())}"
 
@@ -293,8 +303,11 @@ def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     for spec in jax.tree.leaves(declare(config.for_devices(1)), is_leaf=lambda node: isinstance(node, TensorSpec)):
         for logical, size in zip(spec.axes, spec.units, strict=True):
             # `over_mesh` fits a vocabulary to any number, and KV heads to each that divides the query heads.
-            if logical in TENSOR_PARALLEL_RULES and logical not in (KV_HEADS, VOCABULARY):
+            # `for_stages` chooses the layers.
+            if logical in TENSOR_PARALLEL_RULES and logical not in (KV_HEADS, VOCABULARY, LAYERS):
                 found[TENSOR_PARALLEL_RULES[logical][-1]].add((size, logical))
+    if (count := sizes.get(STAGES_AXIS, 1)) > 1:
+        for_stages(config, count, scans=False)
     for axis, count in sizes.items():
         option, parts = OPTIONS[axis], found[axis]
         sizes_of = {logical: size for size, logical in sorted(parts, reverse=True) if size % count}  # the least of each

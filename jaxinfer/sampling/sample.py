@@ -22,6 +22,7 @@ from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import when_used
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, Form
 from kernels_pallas.exact_sums import highest_enough, sums_are_exact
+from kernels_pallas.mesh_axes import over_devices
 from kernels_pallas.row_products import row_sum
 
 T = TypeVar("T")
@@ -329,7 +330,7 @@ def split_top_k(logits: jax.Array, count: int, sharding: NamedSharding | None) -
         return values, ids + jax.lax.axis_index(axis) * own.shape[1]
 
     of_rows, whole = PartitionSpec(None, axis), NamedSharding(sharding.mesh, PartitionSpec())
-    take = jax.shard_map(take_own, mesh=sharding.mesh, in_specs=of_rows, out_specs=of_rows, check_vma=False)
+    take = over_devices(take_own, sharding.mesh, in_specs=of_rows, out_specs=of_rows)
     # Of equal ones the first is taken in both turns, which has the least place.
     values, ids = jax.lax.with_sharding_constraint(take(logits), whole)
     values, places = jax.lax.top_k(values, count)

@@ -232,10 +232,10 @@ def verify_step(
     draw = functools.partial(_finish, params, cache, hidden[ends.places], *rows, options)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
-        return placed(*keep_paths(drawn, cache, batch, trees, states, config=config), options)
+        return placed(*keep_paths(drawn, cache, batch, trees, states, config=config, mesh=options.mesh), options)
     output = emit(draw(), batch, ends, q_len)
     if config.is_recurrent:
-        cache = keep_states(cache, batch, ends, output.num_emitted, config=config)
+        cache = keep_states(cache, batch, ends, output.num_emitted, config=config, mesh=options.mesh)
     return placed(replace(output, hidden=states), cache, options)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, move_tokens
@@ -97,11 +98,19 @@ def accepted_paths(drawn: jax.Array, batch: Batch, trees: Trees) -> tuple[jax.Ar
 
 
 def keep_paths(
-    drawn: StepOutput, cache: KVCache, batch: Batch, trees: Trees, states: jax.Array, *, config: ModelConfig
+    drawn: StepOutput,
+    cache: KVCache,
+    batch: Batch,
+    trees: Trees,
+    states: jax.Array,
+    *,
+    config: ModelConfig,
+    mesh: Mesh | None,
 ) -> tuple[VerifyOutput, KVCache]:
     """Returns the tokens that each row emits, and the cache with the tokens of its path in the slots after its context.
 
-    The states [T, S] have the same order: everything is as if only the path had been drafted.
+    The states [T, S] have the same order: everything is as if only the path had been drafted. `mesh`: the mesh that the
+    cache is split over, if any.
     """
     T = states.shape[0]
     paths, num_kept = accepted_paths(drawn.tokens, batch, trees)
@@ -116,4 +125,4 @@ def keep_paths(
         num_emitted=num_kept,
         hidden=states[sources],
     )
-    return output, move_tokens(cache, batch, sources, sources != jnp.arange(T), config=config)
+    return output, move_tokens(cache, batch, sources, sources != jnp.arange(T), config=config, mesh=mesh)

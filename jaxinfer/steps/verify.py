@@ -20,11 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput, num_evicted_tokens
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.components.recurrent.states import StateSlots, move_states, state_slots
 from jaxinfer.model.config import MixerStack, ModelConfig
+from jaxinfer.model.stages import in_stages
 from jaxinfer.sampling.batch import SamplingBatch
 from kernels_pallas.paged_attention.call import token_rows
 
@@ -92,10 +94,19 @@ def draft_state_slots(cache: KVCache, batch: Batch, ends: Ends, *, config: Model
     return replace(slots, writes=slots.writes.at[places].set(_draft_slots(cache, ends, config), mode="drop"))
 
 
-def keep_states(cache: KVCache, batch: Batch, ends: Ends, num_emitted: jax.Array, *, config: ModelConfig) -> KVCache:
+def keep_states(
+    cache: KVCache,
+    batch: Batch,
+    ends: Ends,
+    num_emitted: jax.Array,
+    *,
+    config: ModelConfig,
+    mesh: Mesh | None,
+) -> KVCache:
     """Returns the cache with the states after the accepted drafts in the slots of their pages.
 
-    num_emitted i32[B]: the tokens that each row emits, one more than its accepted drafts.
+    num_emitted i32[B]: the tokens that each row emits, one more than its accepted drafts. `mesh`: the mesh that the
+    cache is split over, if any.
     """
     S, index = cache.tokens.shape[1], jnp.arange(ends.places.shape[0]) - ends.firsts[ends.rows]
     positions, last = batch.positions[ends.places], num_emitted[ends.rows] - 1
@@ -104,7 +115,9 @@ def keep_states(cache: KVCache, batch: Batch, ends: Ends, num_emitted: jax.Array
     sources, targets = _draft_slots(cache, ends, config), jnp.where(is_kept, pages, PADDING_SLOT)
 
     def kept(pool: Any, stack: MixerStack) -> Any:
-        return move_states(pool, sources, targets, stack.num_layers) if stack.kind == config.state_kind else pool
+        if stack.kind != config.state_kind:
+            return pool
+        return in_stages(move_states, mesh, pool, stack.num_layers, sources, targets)
 
     return replace(cache, pools=tuple(map(kept, cache.pools, config.mixer_stacks)))
 

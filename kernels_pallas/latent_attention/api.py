@@ -18,7 +18,7 @@ from kernels_pallas.latent_attention.tpu import (
     latent_attention_tpu_interpreted,
     plan_latents_tpu,
 )
-from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts, over_devices
 from kernels_pallas.paged_attention.api import (
     implementation_of,
     planner_of,
@@ -85,7 +85,7 @@ def latent_attention(
         )
     heads, whole = PartitionSpec(None, axes), PartitionSpec()
     specs = {"in_specs": (heads, whole, whole, whole), "out_specs": (heads, whole)}
-    return jax.shard_map(attend, mesh=mesh, **specs, check_vma=False)(q, latents, pages, call)
+    return over_devices(attend, mesh, **specs)(q, latents, pages, call)
 
 
 def _check_call(q: jax.Array, latents: jax.Array, pages: LatentPages, call: AttentionCall) -> None:

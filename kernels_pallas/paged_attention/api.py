@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.exact_sums import sums_are_exact
-from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, over_devices
 from kernels_pallas.mesh_axes import num_parts as count_parts
 from kernels_pallas.paged_attention.call import AttentionCall, HeadOptions, check_call
 from kernels_pallas.paged_attention.gpu.append_products import append_products as append_products_gpu
@@ -118,13 +118,11 @@ def paged_attention(
     axis = dividing_axes(pages.num_kv_heads, call.mesh, HEADS_AXES)
     heads, pool = PartitionSpec(None, axis), head_specs(pages, axis)
     of_heads = dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(axis))
-    # Kernels are opaque to the replication check.
-    split = jax.shard_map(
+    split = over_devices(
         lambda operands, of_heads: attend(*operands, **of_heads),
-        mesh=call.mesh,
+        call.mesh,
         in_specs=((heads, heads, heads, pool, PartitionSpec()), of_heads),
         out_specs=(heads, pool),
-        check_vma=False,
     )
     return split((q, k, v, pages, call), {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale})
 
@@ -168,12 +166,11 @@ def append_products(
     split, pool = PartitionSpec(None, axis), head_specs(pages, axis)
     split_arrays = ("q_bias", "k_bias", "v_bias")  # those with an axis of heads
     of_heads = {name: PartitionSpec(axis) if name in split_arrays else PartitionSpec() for name in heads.arrays()}
-    return jax.shard_map(
+    return over_devices(
         append,
-        mesh=call.mesh,
+        call.mesh,
         in_specs=(split, pool, PartitionSpec(), dataclasses.replace(heads, **of_heads)),
         out_specs=(split, pool),
-        check_vma=False,
     )(products, pages, call, heads)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.dispatch import call_best
+from kernels_pallas.mesh_axes import over_devices
 from kernels_pallas.packed_numbers import whole_zeros
 from kernels_pallas.quantized_matmul.before_ampere import quantized_matmul_before_ampere
 from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
@@ -120,12 +121,11 @@ def _multiply_over_mesh(
         return y if of_inputs is None else jax.lax.psum(y.astype(jnp.float32), of_inputs).astype(x.dtype)
 
     of_scales = PartitionSpec(*of_scales)
-    split = jax.shard_map(
+    split = over_devices(
         multiply_own,
-        mesh=sharding.mesh,
+        sharding.mesh,
         in_specs=(PartitionSpec(None, of_inputs), PartitionSpec(*of_weights), of_scales, of_scales, PartitionSpec()),
         out_specs=PartitionSpec(None, *of_outputs),
-        check_vma=False,  # kernels are opaque to it
     )
     return split(x, weights, scales, zeros, layer).reshape(T, -1)
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from jaxinfer.checkpoint import Checkpoint, abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.making.assemblies import plan_assembly
+from jaxinfer.checkpoint.making.grouping import packed_anew
 from jaxinfer.checkpoint.stored import StoredQuantized, require_even
 from jaxinfer.model.params import shardings
 from jaxinfer.plan.memory import num_bytes
@@ -219,7 +220,7 @@ def test_layers_packed_in_another_way_begin_a_new_stack(tmp_path, monkeypatch):
     expected, _ = load_checkpoint(packed.path)
     sequences = [np.arange(20) % config.vocab_size]
 
-    assert Checkpoint(packed.path).layers_packed_anew(config) == [1, 2]
+    assert packed_anew(config.layers, Checkpoint(packed.path).packings(config)) == [1, 2]
     monkeypatch.setattr("jaxinfer.checkpoint.checkpoint.scans_layers", lambda: True)
     params, grouped = load_checkpoint(packed.path)
     assert [stack.num_layers for stack in grouped.stacks] == [1, 1, 1]

@@ -38,6 +38,7 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from jaxinfer.model import stages
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router, declare_moe, moe
@@ -129,10 +130,12 @@ def same_engine(checkpoint: str, tensor: str, experts: str, *settings: str) -> d
     Also the bytes of parameters and pages on each device, as they are and as they were planned.
     """
     options = options_of(settings)
+    mesh = Parallelism(tensor=int(tensor), experts=int(experts), stages=options.pop("stages", 1))
     if "max_adapters" in options:
         save_adapter(checkpoint, Path(ADAPTER.name))
+    stages.MIN_PART = 8  # or steps as small as these would be one part
     one = run(engine(checkpoint, **options), [0, 1, 2])
-    llm = engine(checkpoint, Parallelism(tensor=int(tensor), experts=int(experts)), **options)
+    llm = engine(checkpoint, mesh, **options)
     runner, memory = runner_of(llm), warm_up_of(llm).ready().memory
     arrays = jax.tree.leaves((runner._params, runner._cache))
     held, whole = [num_bytes_on(device, arrays) for device in jax.devices()], sum(array.nbytes for array in arrays)
@@ -140,6 +143,7 @@ def same_engine(checkpoint: str, tensor: str, experts: str, *settings: str) -> d
     alone = [run(llm, [i])[0] for i in (2, 1, 0)][::-1]
     return {
         "one": [completion.token_ids for completion in one],
+        "bits of one": list(map(bits, one)),
         "tokens": [completion.token_ids for completion in together],
         "bits": list(map(bits, together)),
         "alone": list(map(bits, alone)),

@@ -88,7 +88,8 @@ def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str
     # One device has no entry, as in texts from before there was a choice.
     mesh = config.parallelism or Parallelism()
     is_one = mesh.devices_per_replica == 1
-    shared = {} if is_one else {"parallelism": f"Parallelism(tensor={mesh.tensor}, experts={mesh.experts})"}
+    stages = "" if mesh.stages == 1 else f", stages={mesh.stages}"
+    shared = {} if is_one else {"parallelism": f"Parallelism(tensor={mesh.tensor}, experts={mesh.experts}{stages})"}
     return shared | {
         "model": checkpoint.digest((*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
         "dtype": describe_dtype(admission.dtype, config),

@@ -19,7 +19,7 @@ from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
-from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, over_devices
 from kernels_pallas.quantized_matmul import split_groups
 from kernels_pallas.row_products import ROW_BLOCK, rounded, row_sum
 
@@ -180,8 +180,7 @@ def _sum_over_mesh(
         part = shared.params, shared.gate
         part_specs = declare_mlp(shared.config, x.shape[1], spec_of_shared), None if shared.gate is None else whole
     in_specs = (specs, stack_specs, *(whole,) * 4, part_specs)
-    # Kernels are opaque to the replication check.
-    split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
+    split = over_devices(sum_of_own, mesh, in_specs=in_specs, out_specs=whole)
     return split(params, stacks, x, experts, weights, num_tokens, part).astype(x.dtype)
 
 

@@ -29,7 +29,7 @@ from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.exact_sums import norm_rows, refuse_if_exact, sums_are_exact
 from kernels_pallas.gpu_products import can_multiply
 from kernels_pallas.gpu_products import multiply as multiply_on_gpu
-from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, is_within_device, names_of, num_parts, over_devices
 from kernels_pallas.packed_numbers import dequantize, pack_int4
 from kernels_pallas.quantized_matmul import layer_of, quantized_matmul, split_groups
 from kernels_pallas.row_products import rounded, row_sum, rows_by_integers, rows_by_packed, rows_by_weights
@@ -122,7 +122,7 @@ def combined_product(
 
 def _is_for_compiler(is_split: bool) -> bool:
     """Returns whether XLA splits a product over devices; in a shard_map each has an array of its own."""
-    return is_split and not jax.sharding.get_abstract_mesh().manual_axes
+    return is_split and not is_within_device()
 
 
 def _is_for_kernel(is_split: bool) -> bool:
@@ -229,7 +229,7 @@ def _product_over_mesh(
         w = replace(w, scales=scales, zeros=zeros)
     split = PartitionSpec(*(None,) * (len(w.shape) - 1), axes)
     specs = PartitionSpec(None, axes), jax.tree.map(lambda _: split, w), whole
-    add_up = jax.shard_map(own_part, mesh=mesh, in_specs=specs, out_specs=whole, check_vma=False)
+    add_up = over_devices(own_part, mesh, in_specs=specs, out_specs=whole)
     return add_up(x, w, tokens.count).reshape(x.shape[0], *outputs)
 
 

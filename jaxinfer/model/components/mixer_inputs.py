@@ -32,6 +32,7 @@ class StepContext:
     implementation: str | None = struct.field(pytree_node=False, default=None)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     num_whole_rows: int | None = struct.field(pytree_node=False, default=None)  # see `step_context`
+    parts: Any = None  # the `Parts` of the step, if stages share layers
 
     def for_mixers(self, mixers: Iterable[Any]) -> StepContext:
         """Returns the context with the angles of these mixers alone."""

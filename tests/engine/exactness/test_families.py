@@ -19,6 +19,7 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
 from tests.engine.engines import (
     EOS,
+    SMALL,
     ScriptedDrafter,
     ScriptedTrees,
     completions_of,
@@ -80,6 +81,18 @@ FEWER_LAYERS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
 }
+# Layers that two stages can share, of one family for each kind of mixer, some with others before or behind them.
+STAGED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 3},
+    "gemma3_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+    },
+    "gpt_oss": {"num_hidden_layers": 4},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "llama": {"num_hidden_layers": 2},
+    "qwen3_next": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
 SHARED = random_prompts(1, max_len=1, seed=5)[0] + list(range(20, 54))
 PROMPTS = [*random_prompts(12, max_len=40, seed=2), *(SHARED + tail for tail in random_prompts(8, max_len=9, seed=3))]
 MAX_TOKENS = np.random.default_rng(4).integers(4, 17, len(PROMPTS)).tolist()
@@ -118,7 +131,9 @@ def checkpoint(family, tmp_path_factory):
 
 
 def save_small_family(path: Path, family: str) -> Path:
-    sizes = {**OVERRIDES.get(family, {}), **FEWER_LAYERS.get(family, {})}
+    mesh = SMALL.get("parallelism")
+    changed = FEWER_LAYERS if mesh is None or mesh.stages == 1 else STAGED
+    sizes = {**OVERRIDES.get(family, {}), **changed.get(family, {})}
     return save_random_checkpoint(path, family, eos_token_id=EOS, **sizes)
 
 

@@ -64,7 +64,7 @@ def state_slots(batch: Batch, page_size: int, kind: int) -> StateSlots:
     )
 
 
-def move_states(states: States, sources: jax.Array, targets: jax.Array, num_layers: int) -> States:
+def move_states(states: States, num_layers: int, sources: jax.Array, targets: jax.Array) -> States:
     """Returns the pool with the states of slots i32[n] copied to other slots i32[n], in every layer.
 
     A target that is PADDING_SLOT is dropped.
