@@ -26,13 +26,13 @@ class Case(NamedTuple):
 
 
 def axes_of(device: str) -> tuple[str, dict[str, int]]:
-    """Returns the name of the device and the sizes of the axes of a mesh: "v6e", "v6e-8" or "v6e-4x8".
+    """Returns the name of the device and the sizes of the axes of a mesh: "v6e", "v6e-8", "v6e-4x8" or "v6e-2x4x8".
 
-    A single number is of the axis "model", two are of "experts" and "model".
+    A single number is of the axis "model", two are of "experts" and "model", three of "stages" too.
     """
     name, _, numbers = device.partition("-")
     sizes = [int(number) for number in numbers.split("x")] if numbers else [1]
-    return name, dict(zip(("experts", "model")[-len(sizes) :], sizes, strict=True))
+    return name, dict(zip(("stages", "experts", "model")[-len(sizes) :], sizes, strict=True))
 
 
 def step_case(

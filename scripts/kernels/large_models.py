@@ -3,7 +3,8 @@
     python scripts/kernels/large_models.py [--models GPT-OSS-120B] [--devices v6e-8x2 H200-2] [--json]
 
 Needs the extra `aot`. Each step of a model compiles over a mesh: "v6e-4" splits heads and MLPs over 4 chips, "v6e-8x2"
-whole experts over 8 of 16 and the rest over pairs. Everything is bfloat16. The table has for each model and mesh:
+whole experts over 8 of 16 and the rest over pairs, "v6e-2x1x4" layers over two stages of 4. Everything is bfloat16. The
+table has for each model and mesh:
 
 * the bytes of arguments, which are parameters and cache, and of temporaries, on each device,
 * the seconds of processor time to lower and compile,
@@ -31,7 +32,7 @@ from scripts.kernels.figures import compile_on_gpu, copied_weights, gpu_mesh, me
 
 # By model, the devices of a kind that hold it.
 MESHES = {
-    "Llama-3-8B": ("v6e-8",),
+    "Llama-3-8B": ("v6e-8", "v5e-4x1x1", "v6e-2x1x2", "H200-2x1x1"),
     "Llama-3-70B": ("v6e-8",),
     "Qwen3-30B-A3B": ("v6e-4", "v6e-8", "v5p", "H200"),
     "Gemma-3-27B": ("v6e-4", "v5p", "H200"),
@@ -40,7 +41,7 @@ MESHES = {
     "DeepSeek-V3": ("v6e-8x8", "v5p-4x4", "H200-2x8"),
 }
 # Bytes that programs may use of a device's memory.
-MEMORY = {"v5p": 95.74 * 2**30, "v6e": 31.25 * 2**30, "H200": 141e9}
+MEMORY = {"v5e": 15.75 * 2**30, "v5p": 95.74 * 2**30, "v6e": 31.25 * 2**30, "H200": 141e9}
 STEPS = ("decode", "prefill")
 # A decode step that gives 20 alternatives to each token, over several chips: it must gather no logits.
 LOG_PROBS = {"form": "full", "max_log_probs": 20}

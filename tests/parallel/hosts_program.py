@@ -31,6 +31,7 @@ import pytest
 import jaxinfer
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.config import Parallelism, SamplingParams
+from jaxinfer.model import stages
 from jaxinfer.parallel import hosts
 from tests.parallel import engine_program
 from tests.parallel.engine_program import PARAMS, PROMPTS, bits
@@ -40,7 +41,8 @@ def same_bits(checkpoint: str, tensor: str, experts: str, *settings: str) -> dic
     """The bits of requests with and without drafts, grammars and forks, and the collectives of their steps."""
     options: dict[str, Any] = dict(setting.split("=") for setting in settings)
     options = {name: int(value) if value.isdigit() else value for name, value in options.items()}
-    parallelism = Parallelism(tensor=int(tensor), experts=int(experts))
+    parallelism = Parallelism(tensor=int(tensor), experts=int(experts), stages=options.pop("stages", 1))
+    stages.MIN_PART = 8  # or steps as small as these would be one part
     llm = engine_program.engine(checkpoint, parallelism, prefix_cache=True, **options)
     params = [*PARAMS, SamplingParams(regex="[ab]+", temperature=1.0, seed=3, max_tokens=6, log_probs=1)]
     prompts = [*PROMPTS, PROMPTS[1]]

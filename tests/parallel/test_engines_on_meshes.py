@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.packing import WRITERS
-from tests.engine.exactness.test_families import OVERRIDES
+from tests.engine.exactness.test_families import OVERRIDES, STAGED
 from tests.exhaustive import exhaustive_but
 from tests.gguf.gguf_files import save_gguf
 from tests.on_devices import ROOT, run_on_devices
@@ -43,6 +43,25 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     # Each device has one expert.
     "granite hybrid": ("granitemoehybrid", {**STATES_AND_ATTENTION, **EXPERTS}, 1, 4, ()),
     "qwen3-next": ("qwen3_next", STATES_AND_ATTENTION, 2, 2, ()),
+    "gpt-oss in stages": ("gpt_oss", {"num_hidden_layers": 4, "vocab_size": 97, **EXPERTS}, 1, 2, ("stages=2",)),
+    "gemma 3 joined in stages": (
+        *("gemma3_text", {"num_hidden_layers": 4, "layer_types": WINDOW_AND_NONE["layer_types"] * 2, **ODD}, 2, 1),
+        ("stages=2", "joined=1", "quantization=int8"),
+    ),
+}
+# Stages alone: to the bit those of one device.
+STAGES: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
+    "llama in four, in loops": ("llama", {"num_hidden_layers": 5, **ODD}, 4, ("decode_loop_steps=3",)),
+    "llama with adapters, joined": (
+        *("llama", {**TWO_LAYERS, **ODD}, 2),
+        ("joined=1", "max_adapters=1", "max_adapter_rank=4", "speculation=ngram", "max_drafts=3"),
+    ),
+    "llama in int4 with int8 pages": ("llama", {**TWO_LAYERS, **ODD}, 2, ("quantization=int4", "cache_dtype=int8")),
+    "deepseek": ("deepseek_v3", {"num_hidden_layers": 3}, 2, ()),
+    "qwen3-next": (
+        *("qwen3_next", {"num_hidden_layers": 4, "layer_types": STATES_AND_ATTENTION["layer_types"] * 2}, 2),
+        ("speculation=ngram", "max_drafts=2"),
+    ),
 }
 # Every run also has drafts of devices on a mesh below, eight devices with copies of heads in gpt-oss, and the logits of
 # states and gated delta nets on a mesh in `tests/steps/test_mesh_steps.py`.
@@ -52,14 +71,17 @@ IN_EVERY_RUN = (
     "gemma 3 in int8",
     "gpt-oss over eight",
     "deepseek",
+    "gpt-oss in stages",
 )
+STAGES_IN_EVERY_RUN = ("llama in four, in loops", "llama with adapters, joined", "qwen3-next")
 
 
-# One family for each kind of mixer, and its devices by tensor and by experts.
+# One family for each kind of mixer, and its devices by tensor, by experts and in stages.
 MESHES = [
-    *((family, tensor, 1) for family in ("llama", "gemma3_text") for tensor in (2, 4, 8)),
+    *((family, 1, 1, 2) for family in STAGED),
+    *((family, tensor, 1, 1) for family in ("llama", "gemma3_text") for tensor in (2, 4, 8)),
     *(
-        (family, 2, experts)
+        (family, 2, experts, 1)
         for family in ("gpt_oss", "deepseek_v3", "granitemoehybrid", "qwen3_next")
         for experts in (1, 2, 4)
     ),
@@ -76,28 +98,43 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in
     family, changes, tensor, experts, settings = CASES[case]
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
 
-    num_devices = max(NUM_DEVICES, tensor * experts)
+    count = tensor * experts * (2 if "stages=2" in settings else 1)
+    num_devices = max(NUM_DEVICES, count)
     results = run_program(num_devices, "same engine", str(checkpoint), str(tensor), str(experts), *settings)
 
     assert results["tokens"] == results["one"]
     assert results["bits"] == results["alone"]
     assert (results["drafts"] > 0) == ("speculation=ngram" in settings)
     # Parameters and pages of each device, to the byte.
-    count = tensor * experts
     assert results["held"] == [results["planned"]] * count + [0] * (num_devices - count)
     assert results["planned"] < results["whole"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("family", "tensor", "experts"), MESHES)
-def test_every_column_of_the_families_is_exact_on_a_mesh(family, tensor, experts, tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **OVERRIDES[family])
-    sizes, count = (str(tensor), str(experts)), tensor * experts
+@pytest.mark.parametrize("case", exhaustive_but(STAGES, STAGES_IN_EVERY_RUN))
+def test_an_engine_in_stages_gives_the_bits_of_one_device(case, tmp_path):
+    family, changes, count, settings = STAGES[case]
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
 
-    results = run_program(count, "same engine", str(checkpoint), *sizes)
+    results = run_program(NUM_DEVICES, "same engine", str(checkpoint), "1", "1", f"stages={count}", *settings)
+
+    assert results["bits"] == results["bits of one"]
+    assert results["bits"] == results["alone"]
+    assert (results["drafts"] > 0) == ("speculation=ngram" in settings)
+    assert results["held"] == [results["planned"]] * count + [0] * (NUM_DEVICES - count)
+    assert results["planned"] < results["whole"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "tensor", "experts", "stages"), MESHES)
+def test_every_column_of_the_families_is_exact_on_a_mesh(family, tensor, experts, stages, tmp_path):
+    changed = {**OVERRIDES[family], **(STAGED[family] if stages > 1 else {})}
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changed)
+    sizes, count = (str(tensor), str(experts)), tensor * experts * stages
+
+    results = run_program(count, "same engine", str(checkpoint), *sizes, f"stages={stages}")
     # Other than these, `jaxinfer.log_probs` computes on one device here.
     chosen = ("-m", "exhaustive or not exhaustive", "-k", f"{family} and not log_probabilities")
-    program = ("-m", "pytest", "-p", "no:cacheprovider", "--mesh", "x".join(sizes))
+    program = ("-m", "pytest", "-p", "no:cacheprovider", "--mesh", f"{tensor}x{experts}x{stages}")
     report = run_on_devices(count, *program, *chosen, "tests/engine/exactness/test_families.py")
 
     assert results["tokens"] == results["one"]

@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[st
         ("4", "1", "speculation=ngram", "max_drafts=3", "max_adapters=1", "max_adapter_rank=4"),
     ),
     "gpt-oss": ("gpt_oss", GPT_OSS, None, {}, ("2", "2")),
+    "llama, a stage on each": ("llama", {"num_hidden_layers": 3}, None, {}, ("2", "1", "stages=2")),
 }
 EXHAUSTIVE: dict[str, tuple[str, dict[str, Any], str | None, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("llama", LLAMA, None, {}, ("4", "1")),
