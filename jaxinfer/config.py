@@ -84,9 +84,9 @@ class Parallelism:
     these share the layers, and pass parts of a step's tokens on: for several hosts, where a sum over devices in each
     layer takes longer than to read all weights once more.
 
-    Each replica computes requests of its own, from one queue. replicas="auto" takes every device of this process: each
-    replica then has as many of them as the other numbers say, or without these the fewest that hold the model. So does
-    each replica of `devices` that are given to an LLM.
+    Each replica computes requests of its own, from one queue. replicas="auto" takes every device of this process, or of
+    `devices` that are given to an LLM. Each replica then has the number of devices that the other fields say, or
+    without these the fewest that hold the model.
 
     The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
     which only decode. 0: every replica does both.

@@ -154,7 +154,7 @@ ENGINE = {
 CACHE = {"num_pages": 3, "page_size": 16, "dtype": "float32", "num_bounded_pages": [2, 3], "num_draft_states": 1}
 CONFIGS: list[tuple[Any, dict[str, Any]]] = [
     *((SamplingParams, SAMPLING), (EngineConfig, ENGINE), (CacheConfig, CACHE)),
-    (Parallelism, {"tensor": 2, "experts": 3, "replicas": 4, "prefill": 1}),
+    (Parallelism, {"tensor": 2, "experts": 3, "replicas": 4, "prefill": 1, "stages": 2}),
 ]
 CASES = [(config, name, value) for config, values in CONFIGS for name, value in values.items()]
 

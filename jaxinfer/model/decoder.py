@@ -33,7 +33,7 @@ from jaxinfer.model.params import (
     is_spec,
     usual_sharding,
 )
-from jaxinfer.model.stages import cut_step, num_stages, run_in_stages
+from jaxinfer.model.stages import are_shared, cut_step, run_in_stages
 from jaxinfer.quantization import PACKED, QuantizedArray
 from kernels_pallas.mesh_axes import dividing_axes
 from kernels_pallas.row_products import rounded
@@ -83,7 +83,7 @@ def step_context(
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     kind = config.state_kind if config.is_recurrent else None
     of_rows: dict[str, Any] = {"q_len": q_len, "tree_mask": tree_mask, "slots": slots}
-    parts = cut_step(batch, mesh, page_size=page_size, kind=kind, **of_rows)
+    parts = None if mesh is None else cut_step(batch, mesh, page_size=page_size, kind=kind, **of_rows)
     if kind is not None and slots is None:
         slots = state_slots(batch, page_size, kind)
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
@@ -146,7 +146,7 @@ def run(
     x, pools = flow.x, list(cache.pools)
     for index in groups:
         used, group = config.placed_groups[index]
-        is_shared = num_stages(context.mesh, group) > 1
+        is_shared = context.mesh is not None and are_shared(group, context.mesh)
         x, new = (functools.partial(run_in_stages, run_group) if is_shared else run_group)(
             layers[config.stacks_of_groups[index]],
             tuple(pools[pool] for pool in used),

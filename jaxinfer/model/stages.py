@@ -47,10 +47,14 @@ class Parts:
         return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), self)
 
 
-def num_stages(mesh: Mesh | AbstractMesh | None, group: LayerGroup | PlacedGroup) -> int:
-    """Returns the number of stages that share a group of layers; 1 if each device computes its part of all of them."""
-    count = 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
-    return count if group.repeats % count == 0 else 1
+def num_stages(mesh: Mesh | AbstractMesh | None) -> int:
+    """Returns the number of stages of a mesh, 1 for none."""
+    return 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
+
+
+def are_shared(group: LayerGroup | PlacedGroup, mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether stages of a mesh share the layers of a group; else each device computes its part of all."""
+    return num_stages(mesh) > 1 and group.repeats % num_stages(mesh) == 0
 
 
 def for_stages(
@@ -121,7 +125,7 @@ def _repeats(numbers: Sequence[int], length: int) -> bool:
 
 def cut_step(
     batch: Batch,
-    mesh: Mesh | None,
+    mesh: Mesh,
     *,
     q_len: int | None,
     tree_mask: jax.Array | None,
@@ -134,7 +138,7 @@ def cut_step(
     `q_len` and `tree_mask` are as in `AttentionCall`, `kind` is that of recurrent states, if the model has them. Given
     `slots` of states and trees are of whole rows, so the step is one part then.
     """
-    count = 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
+    count = num_stages(mesh)
     if count == 1:
         return None
     M = num_parts_of(batch.tokens.shape[0], count) if slots is None and tree_mask is None else 1
@@ -147,7 +151,7 @@ def cut_step(
 
 
 def num_parts_of(num_tokens: int, count: int) -> int:
-    """Returns the number of parts of a step's tokens: all have as many, none fewer than MIN_PART but a whole step."""
+    """Returns the number of parts of a step's tokens, of equal size: of MIN_PART tokens at least, or else one part."""
     most = min(4 * count, num_tokens // MIN_PART)
     return next((n for n in range(most, 1, -1) if num_tokens % n == 0), 1)
 

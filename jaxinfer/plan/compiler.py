@@ -32,14 +32,13 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.joined_params import join_products
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.model.quantized_params import quantize_weights
-from jaxinfer.model.stages import for_stages
+from jaxinfer.model.stages import for_stages, num_stages
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
 from jaxinfer.steps.steps import StepOptions
 from kernels_pallas import gpu_compiler
 from kernels_pallas.gpu_products import weight_itemsize
-from kernels_pallas.mesh_axes import STAGES_AXIS
 
 ROOT = Path(__file__).resolve().parents[2]
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
@@ -198,9 +197,8 @@ def step_call(
     Weights are in `dtype`, except those that a `quantization` quantizes; or as those that are given as shapes.
     """
     config, placement = over_mesh(config, mesh), Placement(mesh)
-    stages = 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
-    if stages > 1:  # as `load_checkpoint` groups layers there, and below
-        config = for_stages(config, stages, scans=layout != "gpu")
+    if num_stages(mesh) > 1:  # as `load_checkpoint` groups layers there, and below
+        config = for_stages(config, num_stages(mesh), scans=layout != "gpu")
     elif layout == "gpu":
         config = config.regrouped((1,) * config.num_layers)
     weights = abstract_params(config, dtype) if params is None else params

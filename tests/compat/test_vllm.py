@@ -236,7 +236,7 @@ def test_adapters_are_loaded_when_a_prompt_names_them(tmp_path):
         ({"tokenizer": "another"}, ValueError, "the tokenizer is that of the checkpoint"),
         ({"quantization": "awq"}, ValueError, "the checkpoint is not packed; leave it out"),
         ({"cpu_offload_gb": 4}, ValueError, "cpu_offload_gb=4 is not allowed: give 0"),
-        ({"pipeline_parallel_size": 2}, ValueError, "split them with tensor parallelism"),
+        ({"pipeline_parallel_size": 2}, ValueError, r"stages=2\) needs 2 devices, and this process has 1"),
         ({"kv_cache_dtype": "fp8_e5m2"}, ValueError, "kv_cache_dtype='fp8_e5m2' is not allowed"),
         ({"speculative_config": {"method": "ngram", "acceptance_method": "x"}}, ValueError, "acceptance_method"),
         ({"speculative_config": {}}, ValueError, "names no model"),

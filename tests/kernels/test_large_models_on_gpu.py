@@ -22,6 +22,13 @@ def test_a_step_of_a_large_model_fits_its_gpus_and_keeps_to_registers(model, dev
     assert [kernel["name"] for kernel in kernels if kernel["spill_bytes"]] == []
 
 
+@pytest.mark.parametrize(("model", "device", "case"), steps_on("H200", ["Llama-3-8B"]))
+def test_a_step_in_stages_fits_its_gpus_and_keeps_to_registers(model, device, case):
+    check_step(model, device, case)
+
+    assert [kernel["name"] for kernel in compiled(model, device)[case]["kernels"] if kernel["spill_bytes"]] == []
+
+
 def test_grouped_products_take_little_memory_beside_the_weights():
     steps = compiled("Qwen3-30B-A3B", "H200").values()
 

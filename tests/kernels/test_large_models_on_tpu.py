@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.model.params import abstract_params, over_mesh
+from jaxinfer.model.stages import for_stages, num_parts_of
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.cache import MemoryQuestion, guess_memory
 from jaxinfer.plan.memory import num_bytes
@@ -27,7 +28,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("model", "device", "case"), steps_on("v6e"))
+@pytest.mark.parametrize(("model", "device", "case"), [*steps_on("v5e"), *steps_on("v6e")])
 def test_a_step_of_a_large_model_fits_its_chips(model, device, case):
     check_step(model, device, case)
 
@@ -70,6 +71,26 @@ def test_a_layer_has_two_sums_over_chips_and_no_chip_gathers_logits(model, devic
     assert figures["largest_gather_bytes"] <= 4 * rows * 20 * 64
 
 
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+@pytest.mark.parametrize("device", ["v5e-4x1x1", "v6e-2x1x2"])
+def test_a_stage_hands_its_states_on_once_a_tick_and_copies_no_pool(device, step):
+    figures, sizes = compiled("Llama-3-8B", device)[f"Llama-3-8B {step} step"], axes_of(device)[1]
+    (rows, tokens), width = SIZES["tpu"], published_config("Llama-3-8B").hidden_size
+    part = rows if step == "decode" else tokens // num_parts_of(tokens, sizes["stages"])
+
+    counts = {name: count for name, count in figures["collectives"].items() if f",{width}" in name or ",2048]" in name}
+
+    # Ticks are a loop. The last stage's states go to all as integers, two numbers in each.
+    assert counts.pop(f"collective-permute bf16[{part},{width}]") == 1
+    shape = f"{rows},2048" if step == "decode" else f"{tokens // part},{part},2048"
+    assert counts.pop(f"all-reduce u32[{shape}]") == 1
+    # Stages of several chips add up twice in a layer, which is a loop too; and all add the parts of the embedding once.
+    is_shared = sizes["model"] > 1
+    assert sum(count for name, count in counts.items() if name.startswith("all-reduce")) == 3 * is_shared
+    assert figures["in_place"]
+    assert figures["temporary_bytes"] < 10e6
+
+
 # Steps of Qwen3-Next copy states, which are not in the estimate. A TPU pads the 2,880 columns of GPT-OSS to 2,944.
 UNPLANNED = ("Qwen3-Next-80B-A3B", "GPT-OSS-120B")
 
@@ -80,6 +101,7 @@ def test_the_plan_before_compilation_is_that_of_the_compiler_within_two_percent(
     sizes, is_decode = axes_of(device)[1], "decode" in case
     placement: Any = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
     config = over_mesh(published_config(model), placement.mesh)
+    config = for_stages(config, sizes["stages"], scans=True) if "stages" in sizes else config
     params = placement.params(config, abstract_params(config, "bfloat16"))
     cache = CacheConfig(
         num_pages=NUM_PAGES,

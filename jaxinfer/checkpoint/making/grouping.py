@@ -11,8 +11,7 @@ from jaxinfer.checkpoint.making.assemblies import assemblies_of, grid_of
 from jaxinfer.checkpoint.stored import Blocks, Stored
 from jaxinfer.device import packs_integers
 from jaxinfer.model.config import Layer, ModelConfig, scan_sizes
-from jaxinfer.model.stages import for_stages
-from kernels_pallas.mesh_axes import STAGES_AXIS
+from jaxinfer.model.stages import for_stages, num_stages
 
 # How the tensors of a layer are packed, one after another.
 Packing = tuple[Any, ...]
@@ -31,9 +30,8 @@ def grouped(
     `packings` are those of its layers. A group ends after each of the numbers of layers in `layer_cuts`. Stages of a
     `mesh` share a group, see `for_stages`.
     """
-    stages = 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
-    if stages > 1:
-        return for_stages(config, stages, scans=scans, packings=packings, cuts=layer_cuts)
+    if num_stages(mesh) > 1:
+        return for_stages(config, num_stages(mesh), scans=scans, packings=packings, cuts=layer_cuts)
     if not scans:
         return config.regrouped((1,) * config.num_layers)
     return config.regrouped(scan_sizes(config.layers, {*layer_cuts, *packed_anew(config.layers, packings)}))

@@ -27,10 +27,10 @@ from jaxinfer.checkpoint.stored import (
 )
 from jaxinfer.device import put_everywhere
 from jaxinfer.model.quantized_params import quantize_weight, quantized_sharding
+from jaxinfer.model.stages import num_stages
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PackedBlocks, QuantizedArray
 from jaxinfer.quantization.planes import fit_planes, pack_planes
 from jaxinfer.quantization.quantized_array import quantize
-from kernels_pallas.mesh_axes import devices_per_stage
 
 ALIGNMENT = 64
 # Inputs that share a scale where a TPU has integers in place of blocks. Blocks have groups of 16 or 32. With 32 the
@@ -78,7 +78,7 @@ def assemble(
     if isinstance(grid, Blocks) and not packs_integers:
         return _assemble_rounded(assembly, stored, np.dtype(np.float32), sharding, _repacked(assembly))
     if isinstance(grid, Blocks):
-        if sharding is not None and devices_per_stage(sharding.mesh) > 1:
+        if sharding is not None and sharding.mesh.size > num_stages(sharding.mesh):
             raise ValueError(f"{BLOCKS_ARE_WHOLE} (type {grid.type})")
         blocks = _read_rows(assembly, [tensor.blocks for tensor in packed], sharding)
         return jax.block_until_ready(PackedBlocks(blocks, grid.type))

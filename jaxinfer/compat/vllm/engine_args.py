@@ -40,7 +40,6 @@ ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "enable_expert_parallel": (False,),
         "hf_overrides": ({},),
         "load_format": ("auto", "safetensors", "hf"),
-        "pipeline_parallel_size": (1,),
         "runner": ("auto", "generate", "pooling"),
         "skip_tokenizer_init": (False,),
         "task": ("auto", "generate", "embed"),
@@ -92,8 +91,10 @@ def engine_config(
 
     `others` are further parameters of vLLM's constructor, or fields of EngineConfig; the constructor names `named`.
     """
-    known = {*named, *TRANSLATED, *FIELDS, *ONLY, *WITHOUT_EFFECT}
+    known = {*named, *TRANSLATED, *FIELDS, *ONLY, *WITHOUT_EFFECT, "pipeline_parallel_size"}
     given = {name: value for name, value in others.items() if value is not None and name not in WITHOUT_EFFECT}
+    pipeline_parallel_size = given.pop("pipeline_parallel_size", 1)
+    require_int("pipeline_parallel_size", pipeline_parallel_size, 1)
     fields = {TRANSLATED.get(name, name): given[name] for name in given.keys() & {*TRANSLATED, *FIELDS}}
     for name in given.keys() & ONLY.keys():
         require_one_of(name, given[name], ONLY[name])
@@ -101,8 +102,9 @@ def engine_config(
     require_int("tensor_parallel_size", tensor_parallel_size, 1)
     require_int("data_parallel_size", data_parallel_size, 1)
     require_one_of("kv_cache_dtype", kv_cache_dtype, tuple(CACHE_DTYPES))
-    if tensor_parallel_size * data_parallel_size > 1:
-        fields["parallelism"] = Parallelism(tensor=tensor_parallel_size, replicas=data_parallel_size)
+    sizes = {"tensor": tensor_parallel_size, "replicas": data_parallel_size, "stages": pipeline_parallel_size}
+    if max(sizes.values()) > 1:
+        fields["parallelism"] = Parallelism(**sizes)
     if num_speculative_tokens is not None:
         fields["max_drafts"] = num_speculative_tokens
     own = {
