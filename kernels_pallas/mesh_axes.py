@@ -48,7 +48,9 @@ def devices_per_stage(mesh: Mesh | AbstractMesh) -> int:
     return mesh.size // mesh.shape.get(STAGES_AXIS, 1)
 
 
-def over_devices(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def over_devices(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, *, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """Returns the function by which each device of a mesh computes its own parts, as `jax.shard_map` does.
 
     Within a stage, `mesh` is that of the stage's devices.

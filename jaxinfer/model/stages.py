@@ -246,7 +246,7 @@ def run_in_stages(
     whole, split = PartitionSpec(), PartitionSpec(STAGES_AXIS)
     # Axes of one device too, or kernels would need a `shard_map` of their own.
     axes = {*mesh.axis_names} if own_mesh is None else {STAGES_AXIS}
-    run_stages = jax.shard_map(
+    run_stages: Any = jax.shard_map(
         stage,
         mesh=mesh,
         in_specs=(split, split, split, split, whole, whole, whole),
