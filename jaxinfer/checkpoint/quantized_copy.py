@@ -96,8 +96,9 @@ def write_quantized(
     layers rounded so far. "int3" and "int2" need it.
 
     Each file and each calibrated layer appears when it is complete; a call that was interrupted goes on with the next
-    one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, if the scheme
-    needs texts and has none, if `target` has other files, and if a finished part of it has another calibration.
+    one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, and for a
+    scheme without the texts that it needs. So it does if `target` has other files, or a finished part with another
+    calibration.
     """
     show_progress = is_shown(show_progress)
     checkpoint, target = require_copyable(source, target, scheme)
