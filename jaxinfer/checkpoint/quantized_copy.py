@@ -1,7 +1,9 @@
 """Quantized copies of checkpoints, in the format of compressed-tensors, which vLLM and transformers read too.
 
 Weights are rounded to the nearest number of their grid, file by file and tensor by tensor. With calibration texts they
-are rounded by GPTQ instead, layer by layer, and then written file by file. Those of products in layers are packed;
+are rounded by GPTQ instead, layer by layer, and then written file by file. Integers of 2 and 3 bits need these texts.
+vLLM from June 2026 reads compressed-tensors at all these sizes, if integers have no zero points, and no longer reads
+the format of GPTQ with fewer than 4 bits (pull requests 46389 and 38288). Weights of products in layers are packed;
 embeddings, norms, routers and the unembedding stay as they are, and so do experts stored in one tensor.
 """
 
@@ -43,8 +45,8 @@ from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.model.calibration import embed_texts, input_moments, run_layer
 from jaxinfer.model.components.observed import Moments
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.quantization.gptq import Feedback, plan_feedback, round_with_feedback
-from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, LARGEST
+from jaxinfer.quantization.gptq import Feedback, plan_feedback
+from jaxinfer.quantization.schemes import SCHEMES, Rounded, Scheme, round_by_moments, round_to_nearest, words
 from jaxinfer.validation import require
 
 logger = logging.getLogger(__name__)
@@ -52,30 +54,10 @@ logger = logging.getLogger(__name__)
 MIN_GROUP = 16
 MAX_CALIBRATION_TOKENS = 2**20  # in all: their states take 16 GB in float32 if one has 4096 numbers
 TOKENS_AT_ONCE = 4096  # of calibration texts in a layer
-# Scales that calibration tries, in parts of those that reach the largest weight of their group.
-SHRINKS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
 CALIBRATED = ".calibrated"  # the folder of rounded layers in an unfinished copy, and of the model's own texts
-# Numbers and their scales.
-Rounded = tuple[np.ndarray, np.ndarray]
 COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "tokenizer*")
-FLOAT8_MAX = 448.0
 EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a weight
 TYPE_NAMES = {dtype: name for name, dtype in (DTYPES | INTEGERS | FLOAT8).items()}
-
-
-class Scheme(NamedTuple):
-    """How weights are rounded: integers of `bits`, or FP8, with a scale per group of inputs or per channel."""
-
-    bits: int
-    is_float: bool = False
-    group_size: int | None = None  # None: a scale per channel
-
-
-SCHEMES: Mapping[str, Scheme] = {
-    "int4": Scheme(4, group_size=INT4_GROUP_SIZE),
-    "int8": Scheme(8),
-    "fp8": Scheme(8, is_float=True),
-}
 
 
 class _Entry(NamedTuple):
@@ -109,16 +91,23 @@ def write_quantized(
 ) -> Path:
     """Writes a copy of a checkpoint in floating point, open or a folder or Hub id, whose weights are quantized.
 
-    `scheme` is a name of SCHEMES. With `calibration`, token ids i32[B, T] of texts, weights are rounded by GPTQ (see
-    `jaxinfer.quantization.gptq`) for the inputs that they get from these texts in the layers rounded so far.
+    `scheme` is a name of `jaxinfer.quantization.schemes.SCHEMES`. With `calibration`, token ids i32[B, T] of texts,
+    weights are rounded by GPTQ (see `jaxinfer.quantization.gptq`) for the inputs that they get from these texts in the
+    layers rounded so far. "int3" and "int2" need it.
 
     Each file and each calibrated layer appears when it is complete; a call that was interrupted goes on with the next
-    one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, if `target`
-    has other files, and if a finished part of it has another calibration.
+    one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, and for a
+    scheme without the texts that it needs. So it does if `target` has other files, or a finished part with another
+    calibration.
     """
     show_progress = is_shown(show_progress)
     checkpoint, target = require_copyable(source, target, scheme)
     path, own_scheme = checkpoint.path, SCHEMES[scheme]
+    if own_scheme.needs_texts and calibration is None:
+        raise ValueError(
+            f"scheme={scheme!r} needs calibration texts, for a model whose numbers of {own_scheme.bits} bits are only"
+            " rounded is of no use; give calibration (--method gptq), or another scheme"
+        )
     groups = _groups(checkpoint, own_scheme)
     metadata = {"format": "pt", "source": checkpoint.digest()}
     if calibration is not None:
@@ -134,7 +123,7 @@ def write_quantized(
     def rounded(name: str) -> Rounded:
         if f"{name}.numbers" in calibrated:
             return _read_rounded(calibrated, name)
-        return _round(headers[name].map(), groups[name], own_scheme)
+        return round_to_nearest(headers[name].map(), groups[name], own_scheme)
 
     files = sorted({tensor.path for tensor in headers.values()})
     by_file = {file: {name: tensor for name, tensor in headers.items() if tensor.path == file} for file in files}
@@ -156,7 +145,8 @@ def write_quantized(
         if file.is_file():
             shutil.copyfile(file, target / file.name)
     modules = [name.removesuffix(".weight") for name, tensor in headers.items() if len(tensor.shape) == 2]
-    ignored = [module for module in modules if f"{module}.weight" not in groups]
+    # Of tied weights no file has an lm_head, which transformers would take for a packed one.
+    ignored = {"lm_head", *(module for module in modules if f"{module}.weight" not in groups)}
     stated = read_json(path / "config.json") | {"quantization_config": _settings(groups, ignored, own_scheme)}
     # Last, for without it the folder is no checkpoint.
     _write_json(target / "config.json", stated)
@@ -267,7 +257,7 @@ class _LayerRounding:
             self._moments[name] = Moments(products, count)
 
     def log_unseen(self, index: int) -> None:
-        """Logs the weights that were rounded without feedback."""
+        """Logs the weights whose inputs were too few to calibrate by."""
         if self._unseen:
             logger.warning(
                 "layer %d: %d weights got fewer tokens than a scale has inputs, so they are rounded without"
@@ -277,13 +267,14 @@ class _LayerRounding:
 
     def _round(self, name: str) -> Rounded:
         w, size, moments = self._tensors[name].map(), self._groups[name], self._moments[name]
-        if moments.num_inputs < size or not np.trace(moments.products):
+        products = moments.products
+        if moments.num_inputs < size or not np.trace(products):
             self._unseen.append(name)
-            return _round(w, size, self._scheme)
-        key = hashlib.sha256(moments.products.tobytes()).digest()
+            products = np.eye(w.shape[1], dtype=np.float32)  # all inputs count as much, each alone
+        key = hashlib.sha256(products.tobytes()).digest()
         if key not in self._feedbacks:
-            self._feedbacks[key] = plan_feedback(moments.products)
-        return _round_with_feedback(w, size, self._scheme, self._feedbacks[key])
+            self._feedbacks[key] = plan_feedback(products)
+        return round_by_moments(w, size, self._scheme, self._feedbacks[key])
 
 
 def _read_rounded(found: Mapping[str, StoredTensor], name: str) -> Rounded:
@@ -354,71 +345,13 @@ def _entries(
             float8 = np.dtype(ml_dtypes.float8_e4m3fn)
             entries[name] = _Entry(float8, tensor.shape, lambda name=name: rounded(name)[0])
         else:
-            words = -(-inputs * scheme.bits // 32)
-            read = functools.partial(lambda name: _words(rounded(name)[0], scheme.bits), name)
-            entries[f"{module}weight_packed"] = _Entry(np.dtype(np.int32), (outputs, words), read)
+            num_words = -(-inputs * scheme.bits // 32)
+            read = functools.partial(lambda name: words(rounded(name)[0], scheme.bits), name)
+            entries[f"{module}weight_packed"] = _Entry(np.dtype(np.int32), (outputs, num_words), read)
             shape = np.array(tensor.shape, np.int64)
             entries[f"{module}weight_shape"] = _Entry(shape.dtype, (2,), lambda shape=shape: shape)
         entries[f"{module}weight_scale"] = _Entry(dtype, of_scales, lambda name=name: rounded(name)[1])
     return entries
-
-
-def _round(w: np.ndarray, size: int, scheme: Scheme) -> Rounded:
-    """Returns the numbers i8 or f8[out, in] nearest to weights [out, in], and scales [out, groups] in their type."""
-    groups = w.astype(np.float32).reshape(len(w), -1, size)
-    scales = _scales(groups, w.dtype, scheme)
-    return _to_grid(groups / scales.astype(np.float32)[..., None], scheme).reshape(w.shape), scales
-
-
-def _round_with_feedback(w: np.ndarray, size: int, scheme: Scheme, feedback: Feedback) -> Rounded:
-    """Returns numbers and scales as `_round` does, for weights whose inputs have this feedback.
-
-    A group has the scale of SHRINKS whose errors, squared and times the importance of their inputs, add up to least.
-    """
-    wide = w.astype(np.float32)
-    groups = wide.reshape(len(w), -1, size)
-    least, scales = np.float32(np.inf), _scales(groups, w.dtype, scheme)
-    for shrink in SHRINKS:
-        tried = _scales(groups, w.dtype, scheme, shrink)
-        steps = tried.astype(np.float32)[..., None]
-        errors = _to_grid(groups / steps, scheme).astype(np.float32) * steps - groups
-        cost = np.einsum("ogi,gi->og", errors * errors, feedback.importance.reshape(-1, size))
-        scales, least = np.where(cost < least, tried, scales), np.minimum(cost, least)
-    steps = scales.astype(np.float32)
-
-    def nearest(column: np.ndarray, i: int) -> np.ndarray:
-        return _to_grid(column / steps[:, i // size], scheme).astype(np.float32) * steps[:, i // size]
-
-    on_grid = round_with_feedback(wide, feedback, nearest).reshape(groups.shape)
-    return _to_grid(on_grid / steps[..., None], scheme).reshape(w.shape), scales
-
-
-def _scales(groups: np.ndarray, dtype: np.dtype, scheme: Scheme, shrink: np.float32 = SHRINKS[0]) -> np.ndarray:
-    """Returns scales [out, groups] that reach the largest weight of each group f32[out, groups, size], times `shrink`.
-
-    A group of zeros has any scale, as has one whose scale is too small for the type.
-    """
-    scales = (np.abs(groups).max(-1) / np.float32(_largest(scheme)) * shrink).astype(dtype)
-    return np.where(scales.astype(np.float32) > 0, scales, np.ones((), dtype))
-
-
-def _to_grid(numbers: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """Returns the nearest integers i8 or FP8 numbers of f32 numbers."""
-    clipped = np.clip(numbers, -_largest(scheme), _largest(scheme))
-    return clipped.astype(ml_dtypes.float8_e4m3fn) if scheme.is_float else np.rint(clipped).astype(np.int8)
-
-
-def _largest(scheme: Scheme) -> float:
-    return FLOAT8_MAX if scheme.is_float else LARGEST[scheme.bits]
-
-
-def _words(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Returns i32[out, in bits / 32] of integers i8[out, in], shifted to begin at 0, the first in the lowest bits."""
-    per_word = 32 // bits
-    padded = np.pad(numbers.astype(np.int16) + 2 ** (bits - 1), ((0, 0), (0, -numbers.shape[1] % per_word)))
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    parts = padded.astype(np.uint32).reshape(len(numbers), -1, per_word) << shifts
-    return np.bitwise_or.reduce(parts, axis=-1).view(np.int32)
 
 
 def _settings(groups: Mapping[str, int], ignored: Iterable[str], scheme: Scheme) -> dict[str, Any]:

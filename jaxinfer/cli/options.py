@@ -155,6 +155,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "jaxinfer quantize ./my-model my-model-int4 --method gptq --calibration texts.jsonl",
             "calibrated on texts",
         ),
+        (
+            "jaxinfer quantize ./my-model my-model-int2 --scheme int2 --method gptq",
+            "in 2 bits, on texts of the model",
+        ),
     ),
     "doctor": (
         ("jaxinfer doctor", "the machine, with the bundled model"),

@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METHODS = ("round", "gptq")
-SCHEME_HELP = "int4: a scale per 128 inputs (default); int8 and fp8: a scale per channel"
-METHOD_HELP = "round each weight (default), or gptq: calibrate on texts, so that later inputs make up for errors"
+SCHEME_HELP = "int4 (default), int3 or int2: a scale per 128 inputs; int8 or fp8: a scale per channel"
+METHOD_HELP = (
+    "round each weight (default), or gptq: calibrate on texts, so that later inputs make up for errors; int3 and int2"
+    " need gptq"
+)
 FILE_HELP = 'text, or lines of {"text": …} in a file .jsonl; without it the model writes the texts'
 # The options of calibration: the attribute, its default, and what it is.
 NUMBERS = {
@@ -36,7 +39,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     command.add_argument("source", metavar="MODEL", help="folder or name of a checkpoint in floating point")
     command.add_argument("target", metavar="OUT", help="folder of the copy, in the format of compressed-tensors")
-    command.add_argument("--scheme", choices=("int4", "int8", "fp8"), default="int4", help=SCHEME_HELP)
+    command.add_argument("--scheme", choices=("int4", "int3", "int2", "int8", "fp8"), default="int4", help=SCHEME_HELP)
     command.add_argument("--method", choices=METHODS, default="round", help=METHOD_HELP)
     command.add_argument("--calibration", metavar="FILE", type=Path, help=FILE_HELP)
     for name, (default, what) in NUMBERS.items():

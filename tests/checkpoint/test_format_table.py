@@ -43,6 +43,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPTQ, 3 bits": ("gptq of 3 bits", {}),
     "GPTQ, 8 bits": ("gptq of 8 bits", {}),
     "AWQ": ("awq", {}),
+    "compressed-tensors, integers of 2 bits": ("compressed of 2 bits", {}),
+    "compressed-tensors, integers of 3 bits": ("compressed of 3 bits", {}),
     "compressed-tensors, integers of 4 bits": ("compressed", {}),
     "compressed-tensors, integers of 8 bits per channel": ("compressed by channels", {}),
     "compressed-tensors, FP8 per tensor": ("compressed fp8", {}),

@@ -62,6 +62,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "compressed by channels": ("compressed", "llama", {"bits": 8, "size": None}),
     "compressed of experts": ("compressed", "qwen3_moe", {"scale_type": torch.bfloat16}),
     "compressed of 8 bits": ("compressed", "llama", {"bits": 8, "is_packed": False, "is_symmetric": False}),
+    "compressed of 2 bits": ("compressed", "llama", {"bits": 2, "scale_type": torch.bfloat16}),
+    "compressed of 3 bits": ("compressed", "llama", {"bits": 3, "scale_type": torch.bfloat16}),
     "compressed of 5 bits": ("compressed", "llama", {"bits": 5, "size": 8, "is_symmetric": False}),
     "fp8": ("fp8", "llama", {}),
     "fp8 of experts": ("fp8", "qwen3_moe", {"scale_type": torch.bfloat16}),

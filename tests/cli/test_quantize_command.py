@@ -86,6 +86,12 @@ def test_texts_that_end_where_they_begin_are_refused(source, tmp_path, monkeypat
     assert "text_length=3 is not allowed: text_length must be an integer from 4" in capsys.readouterr().err
 
 
+def test_few_bits_without_gptq_are_refused(source, tmp_path, capsys):
+    assert run(source, tmp_path / "copy", "--scheme", "int3") == 2
+
+    assert "scheme='int3' needs calibration texts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
