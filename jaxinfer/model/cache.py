@@ -64,8 +64,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     require(len(num_bounded) == num_bounded_kinds, "num_bounded_pages", cache_config.num_bounded_pages, is_right)
     if (config.num_exact is None) == (cache_config.dtype == "int2"):
         raise ValueError(
-            f"dtype={cache_config.dtype!r} of a CacheConfig does not fit a model with num_exact={config.num_exact}; give"
-            ' dtype="int2" to a model from `with_open_pages`, and another dtype to all others'
+            f"dtype={cache_config.dtype!r} of a CacheConfig is not for a model with num_exact={config.num_exact}; give"
+            ' "int2" to a model from `with_open_pages`, and another dtype to all others'
         )
 
     def pool(stack: MixerStack) -> Pool:
