@@ -48,8 +48,8 @@ class CacheConfig:
 
     Keys, values and latents are rounded as they are written. In float8_e4m3fn they saturate at 448. In int8 and int4
     each token has a float32 scale per head, and for a latent and its rotated key. States of recurrent layers stay
-    float32. In int2 a page is rounded once, when it is full, for a model from `with_open_pages`. Pages that are not full
-    are in `open_dtype`; other caches have none.
+    float32. In int2 a page is rounded once, when it is full, for a model from `with_open_pages`. Its pages that are not
+    full are in `open_dtype`; other caches have none.
 
     `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
     `num_pages`, and a request has pages of the same ids in all kinds. `num_draft_states`: further states of each

@@ -267,13 +267,9 @@ def _appends_products(
     sizes = projected_sizes(config)
     has_all = sizes.keys() >= {"q", "k", "v"} and config.qk_norm != "all" and not config.has_value_norm
     are_adapted = any(getattr(params, name) is not None for name in sizes)
-    if (
-        not isinstance(pages, Pages)
-        or params.qkv is None
-        or not has_all
-        or are_adapted
-        or inputs.step.num_whole_rows is not None
-    ):
+    if params.qkv is None or not has_all or are_adapted or inputs.step.num_whole_rows is not None:
+        return False
+    if not isinstance(pages, Pages):
         return False
     return can_append_products(pages, inputs.call(**_scoring(config)), num_parts=params.qkv.shape[0], dtype=x.dtype)
 
