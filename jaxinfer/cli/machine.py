@@ -107,12 +107,11 @@ def cache_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterat
     yield f"{own_bytes / config.page_size:,.0f} bytes per token in {dtype}"
     for name in NARROW_CACHE_DTYPES:
         narrow = replace(config, cache_dtype=name)
-        try:
-            form = model_of_engine(model_config, narrow)
-            check_open_pages(MemoryQuestion(model=form, config=narrow, dtype=dtype))
-        except ValueError as error:
-            yield f"no {name}: {error}"
+        refusal = _refusal(model_config, narrow, dtype)
+        if refusal is not None:
+            yield f"no {name}: {refusal}"
             continue
+        form = model_of_engine(model_config, narrow)
         narrow_bytes = page_bytes(form, one_page(narrow, dtype), layout_at_hand(), kind=0)
         room = f"room for {own_bytes / narrow_bytes:.2f} times the tokens"
         room += "" if form.num_exact is None else f", beside open pages in {dtype}"
@@ -123,9 +122,21 @@ def cache_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterat
 
 def _attention_choices(model_config: ModelConfig, config: EngineConfig, dtype: str) -> list[tuple[str, str]]:
     """Returns the name and the implementation of each kind of attention in a model."""
-    page = one_page(config, dtype)
+    page, refusal = one_page(config, dtype), _refusal(model_config, config, dtype)
     calls = set(filter(None, map(_attention_call, model_config.mixers)))
+    if refusal is not None:
+        return [(name, f"refused: {refusal}") for name, _ in sorted(calls)]
     return [(name, _attention_choice(name, sizes, page, config, dtype)) for name, sizes in sorted(calls)]
+
+
+def _refusal(model_config: ModelConfig, config: EngineConfig, dtype: str) -> str | None:
+    """Returns why an engine refuses the type of keys and values of a configuration, None if it does not."""
+    try:
+        model = model_of_engine(model_config, config)
+        check_open_pages(MemoryQuestion(model=model, config=config, dtype=dtype, platform=layout_at_hand()))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _attention_call(mixer: Any) -> tuple[str, tuple[int, ...]] | None:
