@@ -128,7 +128,7 @@ whole = functools.cache(lambda name: run(CASES[name], [ALL]))
 
 
 def rounded_page(x: np.ndarray, group_axis: int) -> np.ndarray:
-    """The numbers that a page gives back for [S, K, H], with ranges of 32 tokens or of a token's head, by definition."""
+    """The numbers that a page gives back for [S, K, H], with ranges of 32 tokens or of a token's heads."""
 
     def half(x: np.ndarray) -> np.ndarray:
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
