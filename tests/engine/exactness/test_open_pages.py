@@ -10,11 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer import log_probs
+from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
-from jaxinfer.plan.cache import MemoryQuestion, check_open_pages
+from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.page_kinds import with_open_pages
+from jaxinfer.parallel.placement import Placement
+from jaxinfer.plan.cache import MemoryQuestion, check_open_pages, plan_cache
+from jaxinfer.plan.deployment import plan_deployment
+from jaxinfer.plan.devices import parse_devices
 from tests.engine.engines import (
     completions_of,
     content_of,
@@ -26,6 +33,7 @@ from tests.engine.engines import (
 )
 from tests.engine.exactness.test_families import PARAMS, PROMPTS, contents, save_small_family
 from tests.engine.probe import runner_of, scheduler_of
+from tests.replay import SMALL_MODEL, lively_params
 
 SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SAMPLES = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=20, ignore_eos=True, log_probs=2)
@@ -163,11 +171,39 @@ def test_a_model_that_it_is_not_built_for_is_refused_by_name(tmp_path, family, r
         small_engine(path, cache_dtype="int2")
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_another_device_than_a_cpu_is_refused_by_name(checkpoint, platform):
-    with small_engine(checkpoint) as llm:
-        model = llm.model_config
-    question = MemoryQuestion(model=model, config=EngineConfig(cache_dtype="int2"), dtype="bfloat16", platform=platform)
+TWO: Any = AbstractMesh((2,), ("model",))
 
-    with pytest.raises(ValueError, match=f"'int2' is not built for a {platform.upper()}; use cache_dtype='int4'"):
-        check_open_pages(question)
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ({"platform": "gpu"}, "a GPU; use cache_dtype='int4'"),
+        ({"platform": "tpu"}, "a TPU; use cache_dtype='int4'"),
+        ({"platform": "cpu", "placement": Placement(TWO)}, "2 devices; give EngineConfig.parallelism one device"),
+    ],
+)
+def test_devices_that_it_is_not_built_for_are_refused_by_name(place, what):
+    config = EngineConfig(cache_dtype="int2")
+    question = MemoryQuestion(model=SMALL_MODEL, config=config, dtype="bfloat16", **place)
+
+    for check in (check_open_pages, plan_cache):
+        with pytest.raises(ValueError, match=f"cache_dtype='int2' is not built for {what}"):
+            check(question)
+
+
+def test_a_plan_for_an_accelerator_refuses_it():
+    with pytest.raises(ValueError, match="cache_dtype='int2' is not built for a GPU; use"):
+        plan_deployment("Qwen3-4B", parse_devices("H100"), EngineConfig(cache_dtype="int2"))
+
+
+def test_a_cache_in_2_bits_and_a_model_with_open_pages_belong_together():
+    for config, dtype in ((SMALL_MODEL, "int2"), (with_open_pages(SMALL_MODEL, 0), "float32")):
+        with pytest.raises(ValueError, match=f"dtype='{dtype}' of a CacheConfig is not for a model with num_exact="):
+            abstract_cache(config, CacheConfig(num_pages=2, dtype=dtype))
+
+
+def test_log_probs_compute_with_a_cache_in_the_type_of_the_weights():
+    params, tokens = lively_params(SMALL_MODEL), np.arange(40, dtype=np.int32)[None]
+    values = [log_probs(params, tokens, config=c, page_size=16) for c in (SMALL_MODEL, with_open_pages(SMALL_MODEL, 0))]
+
+    np.testing.assert_array_equal(*values)
