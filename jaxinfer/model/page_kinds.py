@@ -67,8 +67,8 @@ def has_open_pages(mixer: Mixer) -> bool:
 def with_open_pages(config: ModelConfig, num_exact: int) -> ModelConfig:
     """Returns the same model for a cache whose keys and values are rounded to 2 bits, page by page, when it is full.
 
-    A token at position p of page p // S attends to exact keys and values of its own page and of the `num_exact` pages
-    before it, which lie in open pages, and to rounded ones of all earlier pages.
+    A token attends to exact keys and values of its own page and of the `num_exact` pages before it. These lie in open
+    pages. It attends to rounded ones of all earlier pages.
 
     Raises ValueError for a model with layers for which no such pages are built, or without attention.
     """

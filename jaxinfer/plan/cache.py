@@ -106,8 +106,8 @@ def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> in
 def one_page(config: EngineConfig, dtype: str) -> CacheConfig:
     """Returns a cache of one page as the configuration describes it; `dtype` is that of the weights."""
     own = dtype if config.cache_dtype is None else NARROW_CACHE_DTYPES[config.cache_dtype]
-    opened = {"open_dtype": dtype} if config.cache_dtype == "int2" else {}
-    return CacheConfig(num_pages=1, page_size=config.page_size, dtype=own, **opened)
+    page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=own)
+    return replace(page, open_dtype=dtype) if config.cache_dtype == "int2" else page
 
 
 def model_of_engine(model: ModelConfig, config: EngineConfig) -> ModelConfig:

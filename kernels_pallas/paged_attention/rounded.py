@@ -256,8 +256,8 @@ def _close_pages(
         k_codes, *of_k = to_codes(k.reshape(*k.shape[:2], -1, group), axis=-1)
         v_codes, *of_v = to_codes(v, axis=-1)
         codes = _packed(k_codes.reshape(k.shape), axis=1), _packed(v_codes, axis=2)
-        ranges = (jnp.stack(of)[..., 0].astype(jnp.bfloat16) for of in (of_k, of_v))
-        new = RoundedPages(codes, (*ranges,), full.head_dim)
+        k_ranges, v_ranges = (jnp.stack(of)[..., 0].astype(jnp.bfloat16) for of in (of_k, of_v))
+        new = RoundedPages(codes, (k_ranges, v_ranges), full.head_dim)
 
         def put(pool: jax.Array, page: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(pool, page, tables[piece, at], 0)

@@ -47,9 +47,9 @@ class BlockTables:
         plans = [(num_pages, window, False, False)]
         plans += [(kind.num_pages, kind.window, kind.is_state, kind.is_open) for kind in bounded]
         self.pools: list[PagePool] = []
-        for kind, (count, *options) in enumerate(plans):
+        for kind, (count, kept, is_state, is_open) in enumerate(plans):
             pages = PageAllocator(count, partial(self._let_go, kind))
-            self.pools.append(PagePool(kind, pages, page_size, self.copies, *options))
+            self.pools.append(PagePool(kind, pages, page_size, self.copies, kept, is_state, is_open))
         self._first, *self._bounded = self.pools
         self.pages = self._first.pages
         self._finder = PrefixFinder(self.pools, page_size)

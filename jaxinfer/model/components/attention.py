@@ -234,9 +234,11 @@ def attend(
     def run(q: Any, k: Any, v: Any, sinks: Any, pages: Any, call: AttentionCall) -> tuple[jax.Array, Any]:
         if inputs.opened is None:
             return paged_attention(q, k, v, pages, call, sinks=sinks, **scales)
-        calls = call, inputs.opened.call(**options)
-        out, *pools = rounded_attention(q, k, v, *pages, *calls, num_exact=inputs.opened.num_exact, sinks=sinks)
-        return out, (*pools,)
+        (full, opened), open_call = pages, inputs.opened.call(**options)
+        out, full, opened = rounded_attention(
+            q, k, v, full, opened, call, open_call, num_exact=inputs.opened.num_exact, sinks=sinks
+        )
+        return out, (full, opened)
 
     call, plain = inputs.call(**options), functools.partial(plain_attention, **options)
     if inputs.step.num_whole_rows is not None and inputs.is_shared:

@@ -35,7 +35,7 @@ from tests.engine.exactness.test_families import PARAMS, PROMPTS, contents, save
 from tests.engine.probe import runner_of, scheduler_of
 from tests.replay import SMALL_MODEL, lively_params
 
-SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SAMPLES = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=20, ignore_eos=True, log_probs=2)
 
 

@@ -112,8 +112,9 @@ def run(case: Case, schedule: list[tuple[int, ...]]) -> tuple[list[np.ndarray], 
         kv_lens = np.array([start if count else 0 for start, count in zip(starts, counts, strict=True)], np.int32)
         taken = [1] * B if is_decode else counts
         cu_q_lens = np.concatenate([[0], np.cumsum(taken)]).astype(np.int32)
+        q, k, v = map(jnp.asarray, flat)
         out, full, opened = attend(
-            *(jnp.asarray(x) for x in flat), full, opened, (*ids,), kv_lens, cu_q_lens, sinks,
+            q, k, v, full, opened, (*ids,), kv_lens, cu_q_lens, sinks,
             num_exact=case.num_exact, q_len=1 if is_decode else None, **options_of(case),
         )  # fmt: skip
         for row, (first, count) in enumerate(zip(cu_q_lens, counts, strict=False)):
@@ -222,9 +223,9 @@ def test_no_rounding_hides_a_number_that_is_not_finite():
         (abstract_rounded_pages(*sizes, "cpu"), abstract_pages(*sizes, jnp.float32, "cpu")),
     )
     tables = (np.array([[0, 1]], np.int32),) * 2
-    sums = np.array([17], np.int32), np.array([0, 17], np.int32)
+    kv_lens, cu_q_lens = np.array([17], np.int32), np.array([0, 17], np.int32)
 
-    out, _, _ = attend(q, k, v, full, opened, tables, *sums, None, num_exact=0, scale=0.1)
+    out, _, _ = attend(q, k, v, full, opened, tables, kv_lens, cu_q_lens, None, num_exact=0, scale=0.1)
 
     assert np.isnan(np.asarray(out)[16]).any(-1).all()  # in every head
 
