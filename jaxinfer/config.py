@@ -24,8 +24,9 @@ from jaxinfer.validation import (
 )
 
 # Types of keys and values that `EngineConfig.cache_dtype` names, by their numpy names.
-NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
-CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4", "int2": "int2"}
+WIDE_CACHE_DTYPES = ("float32", "bfloat16", "float16")
+CACHE_DTYPES = (*WIDE_CACHE_DTYPES, *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
 # Names of other engines for checkpoints that are packed already.
 PACKED = ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "mxfp4", "nvfp4", "modelopt", "compressed-tensors", "gguf")
@@ -47,7 +48,8 @@ class CacheConfig:
 
     Keys, values and latents are rounded as they are written. In float8_e4m3fn they saturate at 448. In int8 and int4
     each token has a float32 scale per head, and for a latent and its rotated key. States of recurrent layers stay
-    float32.
+    float32. In int2 a page is rounded once, when it is full, for a model from `with_open_pages`. Its pages that are not
+    full are in `open_dtype`; other caches have none.
 
     `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
     `num_pages`, and a request has pages of the same ids in all kinds. `num_draft_states`: further states of each
@@ -57,6 +59,7 @@ class CacheConfig:
     num_pages: int
     page_size: int = 128
     dtype: str = "float32"
+    open_dtype: str = "float32"
     num_bounded_pages: tuple[int, ...] = ()
     num_draft_states: int = 0
 
@@ -70,6 +73,7 @@ class CacheConfig:
             "16, 32, 64 or 128",
         )
         require_name("dtype", self.dtype, CACHE_DTYPES)
+        require_name("open_dtype", self.open_dtype, WIDE_CACHE_DTYPES)
         object.__setattr__(self, "num_bounded_pages", as_ints("num_bounded_pages", self.num_bounded_pages, 1))
         require_int("num_draft_states", self.num_draft_states, 0)
 
@@ -165,7 +169,8 @@ class EngineConfig:
       sets no limit.
     * `cache_bytes`: device bytes for pages. None takes the rest; on CPU, if memory_bytes is None too, 1 GiB.
     * `cache_dtype`: keeps keys and values in fewer bits: "fp8" as float8_e4m3fn, with the checkpoint's scales if it has
-      some, "int8" and "int4" with a scale per token and head. None keeps the LLM's dtype.
+      some, "int8" and "int4" with a scale per token and head. "int2" rounds each page once, when it is full; a token
+      reads its own page as it was computed. None keeps the LLM's dtype.
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 

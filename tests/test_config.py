@@ -106,7 +106,7 @@ REFUSED = [
     *((RopeScaling, name, value) for name, value in (("high_freq_factor", 1.0), ("beta_fast", 0.5))),
     *((RopeScaling, "truncate", value) for value in NOT_BOOLS),
     *((uniform_decoder, name, value) for name in SWITCHES for value in NOT_BOOLS),
-    *((CacheConfig, "dtype", value) for value in ("float64", "int2", "", None, 1)),
+    *((CacheConfig, "dtype", value) for value in ("float64", "int3", "", None, 1)),
     *((CacheConfig, "num_pages", value) for value in NOT_SIZES),
     *((CacheConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256, 64.0)),
     *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES if value is not None),

@@ -19,7 +19,7 @@ from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.config import EngineConfig, Parallelism
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
-from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.cache import MemoryQuestion, model_of_engine
 from jaxinfer.plan.products import ProductShape, product_shapes
 from jaxinfer.plan.step_shapes import loop_steps
 from jaxinfer.validation import require
@@ -78,7 +78,7 @@ def engine_products(model: str | Path, config: EngineConfig, dtype: str) -> froz
     """
     require(config.parallelism in (None, Parallelism()), "parallelism", config.parallelism, "left out by the doctor")
     params, model_config = abstract_checkpoint(model, dtype, quantization=config.quantization)
-    question = MemoryQuestion(model=model_config.for_length(config.max_model_len), config=config, dtype=dtype)
+    question = MemoryQuestion(model=model_of_engine(model_config, config), config=config, dtype=dtype)
     target = plan_target(params, question, {})
     compiler = StepCompiler(target, 0 if loop_steps(config) > 1 else config.max_drafts)
     return frozenset().union(

@@ -26,7 +26,7 @@ from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.quantized_params import quantize_weight
-from jaxinfer.plan.cache import one_page
+from jaxinfer.plan.cache import MemoryQuestion, check_open_pages, model_of_engine, one_page
 from kernels_pallas.choices import (
     ROWS,
     has_tuned_table,
@@ -107,8 +107,14 @@ def cache_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterat
     yield f"{own_bytes / config.page_size:,.0f} bytes per token in {dtype}"
     for name in NARROW_CACHE_DTYPES:
         narrow = replace(config, cache_dtype=name)
-        narrow_bytes = page_bytes(model_config, one_page(narrow, dtype), layout_at_hand(), kind=0)
+        refusal = _refusal(model_config, narrow, dtype)
+        if refusal is not None:
+            yield f"no {name}: {refusal}"
+            continue
+        form = model_of_engine(model_config, narrow)
+        narrow_bytes = page_bytes(form, one_page(narrow, dtype), layout_at_hand(), kind=0)
         room = f"room for {own_bytes / narrow_bytes:.2f} times the tokens"
+        room += "" if form.num_exact is None else f", beside open pages in {dtype}"
         choices = _attention_choices(model_config, narrow, dtype)
         others = (f"{call}: {choice}" for call, choice in choices if (call, choice) not in own_choices)
         yield "; ".join([f"{narrow_bytes / config.page_size:,.0f} in {name}, {room}", *others])
@@ -116,9 +122,21 @@ def cache_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterat
 
 def _attention_choices(model_config: ModelConfig, config: EngineConfig, dtype: str) -> list[tuple[str, str]]:
     """Returns the name and the implementation of each kind of attention in a model."""
-    page = one_page(config, dtype)
+    page, refusal = one_page(config, dtype), _refusal(model_config, config, dtype)
     calls = set(filter(None, map(_attention_call, model_config.mixers)))
+    if refusal is not None:
+        return [(name, f"refused: {refusal}") for name, _ in sorted(calls)]
     return [(name, _attention_choice(name, sizes, page, config, dtype)) for name, sizes in sorted(calls)]
+
+
+def _refusal(model_config: ModelConfig, config: EngineConfig, dtype: str) -> str | None:
+    """Returns why an engine refuses the type of keys and values of a configuration, None if it does not."""
+    try:
+        model = model_of_engine(model_config, config)
+        check_open_pages(MemoryQuestion(model=model, config=config, dtype=dtype, platform=layout_at_hand()))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _attention_call(mixer: Any) -> tuple[str, tuple[int, ...]] | None:
@@ -135,7 +153,8 @@ def _attention_call(mixer: Any) -> tuple[str, tuple[int, ...]] | None:
 def _attention_choice(name: str, sizes: tuple[int, ...], page: CacheConfig, config: EngineConfig, dtype: str) -> str:
     """Describes the implementation of attention, which unlike a product's is never replaced silently."""
     attend = trace_latent_attention if name.startswith("latent") else trace_attention
-    trace = functools.partial(attend, *sizes, page.page_size, dtype, page.dtype)
+    pages = page.open_dtype if page.dtype == "int2" else page.dtype
+    trace = functools.partial(attend, *sizes, page.page_size, dtype, pages)
     if config.attention == "reference":
         return "plain JAX, as --attention reference demands"
     try:

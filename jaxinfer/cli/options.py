@@ -79,7 +79,7 @@ HELP = {
     "memory": {
         "memory_bytes": "bytes that parameters, cache and steps may take on the device",
         "cache_bytes": "bytes the cache may take",
-        "cache_dtype": "fp8, int8 or int4: keep keys and values in 8 or 4 bits",
+        "cache_dtype": "fp8, int8, int4 or int2: keep keys and values in 8, 4 or 2 bits",
         "num_pages": "pages of the cache",
         "page_size": "token slots per page of the cache",
     },

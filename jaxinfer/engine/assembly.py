@@ -44,7 +44,7 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, copied, identity_of
-from jaxinfer.plan.cache import MemoryQuestion, plan_cache
+from jaxinfer.plan.cache import MemoryQuestion, check_open_pages, model_of_engine, plan_cache
 from jaxinfer.plan.limits import MAX_LOOP_SECONDS, describe_limits, fit_limits, plan_limit
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.plan.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
@@ -137,6 +137,7 @@ def _connect_parts(
         write_line(limits)
     defaults = _sampling_defaults(checkpoint, question)
     planned = plan_speculation(speculation, config, dtype, target=checkpoint)
+    check_open_pages(replace(question, drafter=None if planned is None else planned.device_drafter))
     if planned is None:
         checkpoint.plan(model_config)  # else an error would come after seconds of compilation
         models = [
@@ -147,7 +148,7 @@ def _connect_parts(
     else:  # a drafter may compute with the parameters while it is prepared
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
         target, model_config = load_target(checkpoint, config, dtype, planned, **loading)
-        model_config = model_config.for_length(config.max_model_len)
+        model_config = model_of_engine(model_config, config)
         of_target = {"model": model_config, "param_bytes": num_bytes(target), "drafter": planned.device_drafter}
         question = replace(question, **of_target)
         model, limit = plan_target(target, question, custom), plan_limit(question, question.loaded_bytes)
@@ -319,7 +320,8 @@ def plan_host(
         tiers=tiers,
         window=window,
         bounded=tuple(
-            BoundedKind(kind.num_kept(config.page_size), num_pages, kind.is_state) for kind, num_pages in bounded
+            BoundedKind(kind.num_kept(config.page_size), num_pages, kind.is_state, kind.num_exact is not None)
+            for kind, num_pages in bounded
         ),
         speculation=speculation,
         steps=steps,

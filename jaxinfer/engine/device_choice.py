@@ -15,7 +15,7 @@ from jaxinfer.config import AUTO, EngineConfig, Parallelism
 from jaxinfer.device import free_bytes
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
-from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.cache import MemoryQuestion, check_open_pages, model_of_engine
 from jaxinfer.plan.limits import pages_of_row, plan_limit, plan_memory
 from jaxinfer.plan.memory import num_bytes
 from kernels_pallas.device import AMPERE, BLACKWELL, device_at_hand
@@ -62,7 +62,10 @@ def refuse_exact(config: EngineConfig, dtype: str, placement: Placement) -> None
         f"device {device.kind!r}": (not is_built, "use an NVIDIA GPU from Ampere to Hopper, or a CPU"),
         f"{placement.num_devices} devices": (placement.num_devices > 1, one),
         f"dtype={dtype}": (dtype == "float32", "use bfloat16 or float16"),
-        f"cache_dtype={config.cache_dtype!r}": (config.cache_dtype == "int4", "use int8 or fp8, or leave it out"),
+        f"cache_dtype={config.cache_dtype!r}": (
+            config.cache_dtype in ("int4", "int2"),
+            "use int8 or fp8, or leave it out",
+        ),
         f"attention={config.attention!r}": (config.attention is not None, plain),
         f"max_adapters={config.max_adapters}": (config.max_adapters > 0, plain),
         f"draft_trees={config.draft_trees}": (config.draft_trees, plain),
@@ -126,7 +129,9 @@ def memory_question(
 ) -> tuple[MemoryQuestion, Params]:
     """Returns the question of the memory that a checkpoint takes on devices, and its abstract parameters there."""
     params, model = checkpoint.abstract(dtype, quantization=config.quantization, mesh=placement.mesh)
-    model = model.for_length(config.max_model_len)
+    model = model_of_engine(model, config)
     params = placement.params(model, params)
     options: dict[str, Any] = {"param_bytes": num_bytes(params), "speculates": speculates, "placement": placement}
-    return MemoryQuestion(model=model, config=config, dtype=dtype, **options), params
+    question = MemoryQuestion(model=model, config=config, dtype=dtype, **options)
+    check_open_pages(question)
+    return question, params

@@ -64,9 +64,14 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     num_bounded = cache_config.num_bounded_pages or (cache_config.num_pages,) * num_bounded_kinds
     is_right = f"{num_bounded_kinds} numbers of pages, for this model's bounded kinds of pages, or none"
     require(len(num_bounded) == num_bounded_kinds, "num_bounded_pages", cache_config.num_bounded_pages, is_right)
+    if (config.num_exact is None) == (cache_config.dtype == "int2"):
+        raise ValueError(
+            f"dtype={cache_config.dtype!r} of a CacheConfig is not for a model with num_exact={config.num_exact}; give"
+            ' "int2" to a model from `with_open_pages`, and another dtype to all others'
+        )
 
     def pool(stack: MixerStack) -> Pool:
-        mixer, num_layers, kind = stack
+        mixer, num_layers, kind, num_exact = stack
         per_layer = (cache_config.num_pages, *num_bounded)[kind]
         per_layer += cache_config.num_draft_states if config.page_kinds[kind].is_state else 0
         num_pages = num_layers * per_layer
@@ -75,7 +80,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
                 f"{num_layers} layers of {per_layer} pages of {cache_config.page_size} slots are more"
                 f" slots than a pool may have ({MAX_SLOTS}); use fewer pages (num_pages)"
             )
-        size = PoolSize(num_pages, cache_config.page_size, cache_config.dtype, layout)
+        dtype = cache_config.dtype if num_exact is None else cache_config.open_dtype
+        size = PoolSize(num_pages, cache_config.page_size, dtype, layout)
         return functions_of(mixer).abstract_pages(mixer, size)
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
@@ -92,7 +98,7 @@ def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig, kind: in
 
     def specs(pool: Pool, stack: MixerStack) -> Pool:
         split_heads, own = functions_of(stack.mixer).split_heads, jax.tree.map(lambda _: PartitionSpec(None), pool)
-        if split_heads is not None:
+        if split_heads is not None and config.num_exact is None:
             assert isinstance(pool, Pages)
             own = split_heads(pool, dividing_axes(pool.num_kv_heads, mesh, HEADS_AXES))
         of_layers = dividing_axes(stack.num_layers, mesh, (STAGES_AXIS,))
@@ -134,7 +140,8 @@ class HeadCopies(NamedTuple):
 def head_copies(cache: KVCache, config: ModelConfig, kind: int | None = None) -> list[HeadCopies | None]:
     """Returns the copies of KV heads in each array of a cache, None for an array without; kind as `cache_shardings`."""
     copies: list[HeadCopies | None] = []
-    for pool, (mixer, _, _) in zip(cache.pools, _stacks_of(config, kind), strict=True):
+    for pool, stack in zip(cache.pools, _stacks_of(config, kind), strict=True):
+        mixer = stack.mixer
         if isinstance(mixer, Attention) and mixer.num_kv_copies > 1:
             assert isinstance(pool, Pages)
             specs, heads = jax.tree.leaves(head_specs(pool, "heads")), (mixer.num_kv_heads, mixer.num_kv_copies)
@@ -227,11 +234,13 @@ def move_tokens(
     page has one for all its slots. `mesh`: the mesh that the cache is split over, if any.
     """
     page_size = cache.tokens.shape[1]
+    if config.num_exact is not None:
+        raise NotImplementedError("tokens in rounded pages of 2 bits cannot be moved; verify chains of drafts instead")
 
     slots = [slots_of_kind(batch, kind, page_size) for kind in range(len(config.page_kinds))]
 
     def moved(pool: Pool, stack: MixerStack) -> Pool:
-        mixer, num_layers, kind = stack
+        mixer, num_layers, kind, _ = stack
         move_slots = functions_of(mixer).move_slots
         if move_slots is None:
             return pool
@@ -302,6 +311,8 @@ def insert_pages(
 
 def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:
     """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
+    if config.num_exact is not None:
+        raise NotImplementedError("keys of 2 bits would be rounded at each change; use a wider type")
     bundle = extract_pages(cache, sources, config=config)
     pairs = zip(bundle.pools, config.mixer_stacks, strict=True)
     rotated = tuple(_turned(pages, stack.mixer, num_positions) for pages, stack in pairs)

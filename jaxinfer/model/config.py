@@ -14,6 +14,7 @@ from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
 from jaxinfer.model.layer_parts import FEED_FORWARDS, MIXERS, FeedForward, Mixer, can_read, functions_of, source_of
+from jaxinfer.model.page_kinds import MixerStack, PageKind, PagePlace, has_open_pages, page_kind_of
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
@@ -106,39 +107,11 @@ class LayerGroup:
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageKind:
-    """What a layer keeps of a request, and for how long. Each kind has its own pool, and a block table per request."""
-
-    window: int | None = None  # the last tokens whose pages are kept; None: all
-    is_state: bool = False  # the recurrent state after the last token
-
-    def num_kept(self, page_size: int) -> int:
-        """Returns the pages before that of the last token which a request keeps."""
-        return 0 if self.window is None else -(-(self.window - 1) // page_size)
-
-
 class LayerStack(NamedTuple):
     """The layers at one place of a group's pattern. They are equal, so their tensors are stacked."""
 
     layer: Layer
     num_layers: int
-
-
-class MixerStack(NamedTuple):
-    """The equal mixers of a stack of layers with pages of their own, which share a pool of them."""
-
-    mixer: Mixer
-    num_layers: int
-    kind: int  # the index of its kind of pages in `ModelConfig.page_kinds`
-
-
-class PagePlace(NamedTuple):
-    """The pages of the mixers of a stack: their own, or those of an earlier layer, which all of them read."""
-
-    pool: int  # the index in `ModelConfig.mixer_stacks`
-    layer: int | None = None  # of the earlier layer in that pool; None: each layer has its own
-    is_shared: bool = False  # layers of another stack use the pool too
 
 
 class PlacedGroup(NamedTuple):
@@ -170,9 +143,14 @@ class ModelConfig:
     # Rows of embedding and unembedding after those of the vocabulary, so that devices can split them. Their logits are
     # -inf.
     vocab_padding: int = 0
+    # The pages before a token's own of which it reads exact keys and values; it reads those of earlier pages rounded.
+    # None: it reads all as the cache holds them. See `with_open_pages`.
+    num_exact: int | None = None
 
     def __post_init__(self) -> None:
         require_int("vocab_padding", self.vocab_padding, 0)
+        if self.num_exact is not None:
+            require_int("num_exact", self.num_exact, 0)
         for name in ("vocab_size", "hidden_size", "max_position"):
             require_int(name, getattr(self, name), 1)
         groups = as_tuple("groups", self.groups, "several LayerGroups with layers")
@@ -308,19 +286,29 @@ class ModelConfig:
     @cached_property
     def page_kinds(self) -> tuple[PageKind, ...]:
         """The kinds of pages of the mixers. If there are several, the first keeps all tokens, the others fewer."""
-        kinds = set(map(_page_kind, self.mixers))
+        kinds = set(map(page_kind_of, self.mixers))
+        if self.num_exact is not None:
+            kinds.add(PageKind(num_exact=self.num_exact))
         if len(kinds) == 1 and not self.is_recurrent:
             return tuple(kinds)
-        return PageKind(), *sorted(kinds - {PageKind()}, key=lambda kind: (kind.is_state, kind.window))
+        return PageKind(), *sorted(kinds - {PageKind()}, key=PageKind.order)
 
     @cached_property
     def mixer_stacks(self) -> tuple[MixerStack, ...]:
-        """The stacks of mixers with pages of their own, in the order of `stacks`. Each has a pool."""
-        return tuple(
-            MixerStack(mixer, len(layers), self.page_kinds.index(_page_kind(mixer)))
+        """The stacks of mixers with pages of their own, in the order of `stacks`. Each has a pool.
+
+        After them come the stacks of their open pages, if there are any.
+        """
+        own = [
+            MixerStack(mixer, len(layers), self.page_kinds.index(page_kind_of(mixer)))
             for mixer, layers in self._stacks_of_mixers
             if source_of(mixer) is None
-        )
+        ]
+        if self.num_exact is None:
+            return tuple(own)
+        kind = self.page_kinds.index(PageKind(num_exact=self.num_exact))
+        opened = [stack._replace(kind=kind, num_exact=self.num_exact) for stack in own if has_open_pages(stack.mixer)]
+        return (*own, *opened)
 
     @cached_property
     def page_places(self) -> tuple[PagePlace, ...]:
@@ -337,7 +325,12 @@ class ModelConfig:
                 pool = next(pool for pool, is_source in enumerate(fits) if is_source)
                 places.append(PagePlace(pool, pools[pool][1].index(source)))
         shared = {place.pool for place in places if place.layer is not None}
-        return tuple(place._replace(is_shared=place.pool in shared) for place in places)
+        places = [place._replace(is_shared=place.pool in shared) for place in places]
+        if self.num_exact is None:
+            return tuple(places)
+        with_open = [pool for pool, (mixer, _) in enumerate(pools) if has_open_pages(mixer)]
+        opened = {pool: len(pools) + i for i, pool in enumerate(with_open)}
+        return tuple(place._replace(open_pool=opened.get(place.pool)) for place in places)
 
     @cached_property
     def stacks_of_groups(self) -> tuple[slice, ...]:
@@ -351,8 +344,10 @@ class ModelConfig:
         groups, left = [], iter(self.page_places)
         for group in self.groups:
             own = list(islice(left, len(group.mixers)))
-            pools = tuple(sorted({place.pool for place in own}))
-            places = tuple(place._replace(pool=pools.index(place.pool)) for place in own)
+            opened = {place.open_pool for place in own if place.open_pool is not None}
+            pools = tuple(sorted({place.pool for place in own} | opened))
+            at: dict[int | None, int] = {pool: i for i, pool in enumerate(pools)}
+            places = tuple(place._replace(pool=at[place.pool], open_pool=at.get(place.open_pool)) for place in own)
             stacks = tuple(self.mixer_stacks[pool] for pool in pools)
             groups.append((pools, PlacedGroup(group.layers, group.repeats, places, stacks)))
         return tuple(groups)
@@ -398,10 +393,6 @@ class ModelConfig:
 
 def _is_mixer(value: Any) -> bool:
     return type(value) in MIXERS
-
-
-def _page_kind(mixer: Mixer) -> PageKind:
-    return PageKind(is_state=True) if functions_of(mixer).is_recurrent else PageKind(window=mixer.window)
 
 
 def _are_layers(layers: tuple[Layer, ...]) -> bool:

@@ -79,6 +79,8 @@ def step_context(
     parameters and cache are split over, if any. Results can be differentiated if `num_whole_rows` is given, the number
     of rows of equally many tokens, of which none is in the cache yet.
     """
+    if config.num_exact is not None and tree_mask is not None:
+        raise NotImplementedError("pages of 2 bits are rounded before a tree of drafts is moved; verify chains instead")
     if config.is_recurrent and tree_mask is not None:
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     kind = config.state_kind if config.is_recurrent else None
@@ -221,7 +223,7 @@ def _run_group(
     tokens = step_tokens(context.batch, mesh=mesh)
     # What attention derives from the step alone is derived once, not in each layer.
     mixers = [mixer for layer in layers for mixer in layer.mixers]
-    inputs_of = [MixerInputs(context, tokens, stack.kind) for stack in stacks]
+    inputs_of = [MixerInputs(context, tokens, stack.kind, num_exact=stack.num_exact or 0) for stack in stacks]
     pairs = zip(mixers, places, strict=True)
     plans = [_plan(mixer, pools[place.pool], inputs_of[place.pool]) for mixer, place in pairs]
     # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
@@ -239,17 +241,25 @@ def _run_group(
             pattern = _with_stacks(pattern, params, specs, index, mesh)
 
         def inputs_at(place: PagePlace, plan: Any) -> MixerInputs:
-            stack, layer = stacks[place.pool], index if place.layer is None else place.layer
-            offset = layer_offset(pools[place.pool], layer, stack.num_layers)
-            return replace(inputs_of[place.pool], page_offset=offset, is_shared=place.is_shared, plan=plan)
+            layer = index if place.layer is None else place.layer
+            own = inputs_in(place.pool, layer)
+            opened = None if place.open_pool is None else inputs_in(place.open_pool, layer)
+            return replace(own, is_shared=place.is_shared, plan=plan, opened=opened)
+
+        def inputs_in(pool: int, layer: Any) -> MixerInputs:
+            offset = layer_offset(pools[pool], layer, stacks[pool].num_layers)
+            return replace(inputs_of[pool], page_offset=offset)
 
         left = iter(zip(places, plans, strict=True))
         for i, (layer, layer_params) in enumerate(zip(layers, pattern, strict=True)):
             planned = list(islice(left, len(layer.mixers)))
             own, inputs = [place for place, _ in planned], [inputs_at(*pair) for pair in planned]
-            x, new = mix(layer_params, tuple(pools[place.pool] for place in own), x, x, inputs, layer=layer)
+            x, new = mix(layer_params, tuple(_pages_at(pools, place) for place in own), x, x, inputs, layer=layer)
             for place, pages in zip(own, new, strict=True):
-                pools[place.pool] = pages
+                if place.open_pool is None:
+                    pools[place.pool] = pages
+                else:
+                    pools[place.pool], pools[place.open_pool] = pages
             x = feed_forward(layer_params, x, tokens, layer=layer, mesh=mesh)
             x = _end_layer(layer_params, x, None if numbers is None else numbers[i], tokens, layer=layer)
         return (x, tuple(pools)), None
@@ -262,6 +272,11 @@ def _run_group(
 
 # Programs have the function's own name, by which those recorded are found again.
 run_group = _run_group
+
+
+def _pages_at(pools: Sequence[Pool], place: PagePlace) -> Any:
+    """Returns the pages of a mixer: a pool, or that of its full pages and that of its open ones."""
+    return pools[place.pool] if place.open_pool is None else (pools[place.pool], pools[place.open_pool])
 
 
 def _plan(mixer: Mixer, pages: Pool, inputs: MixerInputs) -> Any:
@@ -309,17 +324,17 @@ def _with_stacks(
 
 def mix(
     params: LayerParams,
-    pools: tuple[Pool, ...],
+    pools: tuple[Any, ...],
     x: jax.Array,
     h: jax.Array,
     inputs: Sequence[MixerInputs],
     *,
     layer: Layer,
-) -> tuple[jax.Array, tuple[Pool, ...]]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns the states x [T, D] after the first half of a layer, whose input is h, and the pools of its mixers.
 
-    x itself if the layer has no mixer. `pools` and `inputs` are for each of `layer.mixers`. In all layers of a decoder
-    h is x.
+    x itself if the layer has no mixer. `pools` and `inputs` are for each of `layer.mixers`; one with open pages has a
+    pair of pools. In all layers of a decoder h is x.
     """
     if layer.mixer is None:
         return x, ()

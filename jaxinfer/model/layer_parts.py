@@ -47,10 +47,10 @@ from jaxinfer.model.components.recurrent.state_space import (
 from jaxinfer.model.components.recurrent.states import States
 from jaxinfer.model.components.rope import Rope
 from kernels_pallas.latent_attention import LatentPages, map_rotary_keys, move_latents
-from kernels_pallas.paged_attention import Pages, head_specs, map_keys, move_slots
+from kernels_pallas.paged_attention import Pages, RoundedPages, head_specs, map_keys, move_slots
 
-# The pages of a stack of mixers: of keys and values, of latents, or of states.
-Pool = Pages | LatentPages | States
+# The pages of a stack of mixers: of keys and values, exact or rounded, of latents, or of states.
+Pool = Pages | RoundedPages | LatentPages | States
 
 
 class Mixer(Protocol):

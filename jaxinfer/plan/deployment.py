@@ -25,7 +25,13 @@ from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.parallel.placement import Placement, refuse_undivided
-from jaxinfer.plan.cache import MemoryQuestion, addressable_pages, resolve_max_model_len
+from jaxinfer.plan.cache import (
+    MemoryQuestion,
+    addressable_pages,
+    check_open_pages,
+    model_of_engine,
+    resolve_max_model_len,
+)
 from jaxinfer.plan.compiler import SLICES, CompiledStep, CompileTask, compile_steps, require_compiler
 from jaxinfer.plan.devices import Chip, Devices
 from jaxinfer.plan.limits import SPARE, TOKENS_PER_ROW, plan_memory
@@ -157,7 +163,7 @@ def plan_deployment(
     chip = devices.chip
     dtype = chip.dtype if dtype is None else dtype
     checkpoint = _described(model)
-    described = checkpoint.config.for_length(config.max_model_len)
+    described = model_of_engine(checkpoint.config, config)
     longest = resolve_max_model_len(described, config)
     context, prompt = (_checked_length(name, n, longest) for name, n in (("context", context), ("prompt", prompt)))
     described = checkpoint.grouped(described, scans=True)
@@ -170,6 +176,7 @@ def plan_deployment(
     numbers, _ = weights(described)  # refuses a quantization of packed weights
     lengths = {"context": context, "prompt": prompt}
     memory = MemoryQuestion(model=described, config=config, dtype=dtype, platform=chip.platform)
+    check_open_pages(memory)
     question = _Question(memory=memory, weights=weights, chip=chip, **lengths)
     count, layouts = _fewest(question, chip.counts if devices.count is None else (devices.count,))
     return DeploymentPlan(
@@ -202,7 +209,7 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
         raise ValueError(f"steps for a {chip.name} cannot be compiled without one; the TPUs that can are {known}")
     require_compiler(chip.name, chip.platform, layout.num_devices)
     checkpoint = _described(plan.model)
-    model = checkpoint.config.for_length(config.max_model_len)
+    model = model_of_engine(checkpoint.config, config)
     model = checkpoint.grouped(model, scans=chip.platform != "gpu")
     split = over_mesh(model, layout.placement.mesh)
     weights: dict[str, Any] = {"dtype": plan.dtype, "param_bytes": layout.memory.resident_bytes}

@@ -172,6 +172,8 @@ def _bytes_of_row(split: Split, context: int) -> float:
             total += 2 * of_page  # read, and written again
         else:
             seen = context if kind.window is None else min(context, kind.window)
+            if kind.num_exact is not None:
+                seen = min(context, (kind.num_exact + 1) * split.memory.config.page_size)
             total += seen / split.memory.config.page_size * of_page
     return total
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -58,6 +59,7 @@ def log_probs(
     B, T = tokens.shape
     tokens = tokens.astype(jnp.int32)
     batch, num_pages = whole_rows(tokens, page_size)
+    config = replace(config, num_exact=None)  # the cache has the type of the weights
     cache_config = CacheConfig(num_pages=num_pages, page_size=page_size, dtype=str(params.final_norm.dtype))
     cache = init_cache(config, cache_config)
     if mesh is not None:

@@ -15,13 +15,16 @@ from kernels_pallas.paged_attention.layout import (
     take_pages,
     write_kv,
 )
+from kernels_pallas.paged_attention.rounded import RoundedPages, abstract_rounded_pages, pieces_of, rounded_attention
 
 __all__ = [
     "AttentionCall",
     "HeadOptions",
     "Pages",
+    "RoundedPages",
     "SumOrder",
     "abstract_pages",
+    "abstract_rounded_pages",
     "append_products",
     "can_append_products",
     "gather_tokens",
@@ -30,8 +33,10 @@ __all__ = [
     "map_keys",
     "move_slots",
     "paged_attention",
+    "pieces_of",
     "plan_attention",
     "put_pages",
+    "rounded_attention",
     "take_pages",
     "write_kv",
 ]

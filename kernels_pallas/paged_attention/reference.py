@@ -24,6 +24,7 @@ from kernels_pallas.paged_attention.call import AttentionCall, token_slots
 from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, write_kv
 from kernels_pallas.paged_attention.online_softmax import (
+    AttendTile,
     Pool,
     Scoring,
     Sums,
@@ -90,11 +91,18 @@ def paged_attention_reference(
 
 def attend_by_pages(queries: jax.Array, pool: Pool, call: AttentionCall, scoring: Scoring) -> jax.Array:
     """`attend_ragged` in loops as long as the contexts, over one page at a time."""
+    if call.tree_mask is not None:
+        scoring = scoring._replace(paths=paths_of(call.tree_mask, call.q_len or queries.shape[0]))
+    attend_tile = functools.partial(_attend_tile, pool)
+    return attend_in_tiles_of(attend_tile, queries, call, scoring, value_width=pool.value_width)
+
+
+def attend_in_tiles_of(
+    attend_tile: AttendTile, queries: jax.Array, call: AttentionCall, scoring: Scoring, *, value_width: int
+) -> jax.Array:
+    """Returns the attention [T, K, G, V] of queries [T, K, G, H], in tiles of sizes that suit the call; V is given."""
     T, kv_lens, q_len = queries.shape[0], call.kv_lens, call.q_len
     B, q_lens = kv_lens.shape[0], call.cu_q_lens[1:] - call.cu_q_lens[:-1]
-    if call.tree_mask is not None:
-        scoring = scoring._replace(paths=paths_of(call.tree_mask, q_len or T))
-    attend_tile = functools.partial(_attend_tile, pool)
     if q_len == 1 and T <= ROWS_TILE:
         return attend_in_one_tile(attend_tile, queries, call, scoring)
 
@@ -102,7 +110,7 @@ def attend_by_pages(queries: jax.Array, pool: Pool, call: AttentionCall, scoring
         rows, sizes = replace(call, kv_lens=kv_lens), {"num_queries": num_queries, "num_rows": min(num_rows, B)}
         return attend_in_tiles(attend_tile, out, queries, rows, scoring, **sizes)
 
-    out = jnp.zeros((*queries.shape[:-1], pool.value_width), queries.dtype)
+    out = jnp.zeros((*queries.shape[:-1], value_width), queries.dtype)
     if q_len is not None and q_len <= ROWS_TILE:
         return fill_in(out, kv_lens, q_len, ROWS_TILE // q_len)
     # The decoding rows of a mixed step would waste a wide tile.
@@ -120,19 +128,19 @@ def _attend_tile(pool: Pool, q_tile, block_tables, positions, context, scoring: 
         return pool.read_pages(block_tables[:, i])
 
     if scoring.paths is None:
-        return attended(_add_pages(sums, read_page, q_tile, positions, context, (0, end), scoring), scoring)
+        return attended(add_pages(sums, read_page, q_tile, positions, context, (0, end), scoring), scoring)
     # Pages before the trees are read once a row, the others once a query.
     before = jnp.where(positions[:, :1] >= 0, context, jnp.int32(2**30)).min() // pool.page_size
-    sums = _add_pages(sums, read_page, q_tile, positions, context, (0, jnp.minimum(before, end)), scoring)
+    sums = add_pages(sums, read_page, q_tile, positions, context, (0, jnp.minimum(before, end)), scoring)
     context = jnp.broadcast_to(context, (R, Q))
     *sums, q_tile, positions, context = (x.reshape(R * Q, 1, *x.shape[2:]) for x in (*sums, q_tile, positions, context))
     read = _read_along(scoring.paths.reshape(R * Q, -1), pool, jnp.repeat(block_tables, Q, 0), context)
-    sums = _add_pages(Sums(*sums), read, q_tile, positions, context, (before, end), scoring)
+    sums = add_pages(Sums(*sums), read, q_tile, positions, context, (before, end), scoring)
     out = attended(sums, scoring)
     return out.reshape(R, Q, *out.shape[2:])
 
 
-def _add_pages(
+def add_pages(
     sums: Sums, read: ReadPage, q_tile: jax.Array, positions: jax.Array, context: jax.Array, pages, scoring: Scoring
 ) -> Sums:
     """Adds the keys and values of pages from one to before another, i32[] each, to a tile's sums."""

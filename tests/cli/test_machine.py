@@ -80,7 +80,9 @@ def test_each_type_of_keys_and_values_has_its_bytes_and_what_a_kernel_refuses(ch
         attention = {name: choices(checkpoint, "bfloat16", cache_dtype=name)[0] for name in NARROW_CACHE_DTYPES}
 
     own_bytes = int(own.removesuffix(" bytes per token in bfloat16").replace(",", ""))
-    for line, name, refusal in zip(narrow, NARROW_CACHE_DTYPES, refusals, strict=True):
+    assert narrow.pop().startswith(f"no int2: cache_dtype='int2' is not built for a {platform.upper()}; use ")
+    assert attention.pop("int2").startswith("refused: cache_dtype='int2' is not built")
+    for line, name, refusal in zip(narrow, attention, refusals, strict=True):
         ((size, room),) = re.findall(rf"^([\d,]+) in {name}, room for ([\d.]+) times the tokens", line)
         assert own_bytes / int(size.replace(",", "")) == pytest.approx(float(room), abs=0.006)
         assert ("refused: " in line) == attention[name].startswith("refused: ") == bool(refusal)
@@ -90,13 +92,16 @@ def test_each_type_of_keys_and_values_has_its_bytes_and_what_a_kernel_refuses(ch
 def test_bytes_of_a_token_are_those_of_the_engines_pages(checkpoint):
     config = EngineConfig(page_size=16)
 
-    own, fp8, int8, int4 = machine.cache_choices(checkpoint, config, "float32")
+    own, fp8, int8, int4, int2 = machine.cache_choices(checkpoint, config, "float32")
 
     heads, numbers, layers, token_id = 2, 32, 2, 4
     assert own == f"{2 * layers * heads * numbers * 4 + token_id:,} bytes per token in float32"
     assert fp8.startswith(f"{2 * layers * heads * numbers + token_id:,} in fp8,")
     assert int8.startswith(f"{2 * layers * heads * (numbers + 4) + token_id:,} in int8,")
     assert int4.startswith(f"{2 * layers * heads * (numbers // 2 + 4) + token_id:,} in int4,")
+    # Of 16 tokens a key's channel has a scale and a least in 2 bytes each, and each token's values have both.
+    ranges = numbers * 4 / 16 + 4
+    assert int2.startswith(f"{layers * heads * (2 * numbers / 4 + ranges) + token_id:,.0f} in int2,")
 
 
 SLOW = [

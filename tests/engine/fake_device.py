@@ -93,6 +93,9 @@ def output_of(tokens: np.ndarray, counts: np.ndarray) -> SimpleNamespace:
     return SimpleNamespace(tokens=tokens, num_emitted=counts, **fields)
 
 
+OPEN = -1  # in the place of a window: a token sees the tokens of its own page
+
+
 class FakeDevice:
     """Keeps tokens in slots as a cache would and reads each context back through the request's pages.
 
@@ -103,7 +106,8 @@ class FakeDevice:
     def __init__(
         self, page_size: int, tiers: PageTiers | None = None, window: Sight = None, further: Sequence[int] = ()
     ):
-        self.further = further  # tokens in the window of each further kind of pages; 0 for states
+        # Tokens in the window of each further kind of pages; 0 for states, OPEN for open pages.
+        self.further = further
         # By kind and page: the tokens by offset in the page, or all tokens that a state has seen.
         self.bounded: list[dict[int, Any]] = [{} for _ in further]
         self.page_size = page_size
@@ -198,7 +202,8 @@ class FakeDevice:
         """
         S = self.page_size
         for kind, window in enumerate(self.further):
-            for position in range(max(num_tokens + 1 - window, 0), num_tokens) if window else ():
+            first = num_tokens // S * S if window == OPEN else max(num_tokens + 1 - window, 0)
+            for position in range(first, num_tokens) if window else ():
                 page = self.bounded[kind][self.bounded_page(request, kind, position // S)]
                 assert [page[position % S]] == self.tokens_of(request, position, position + 1), "a window of another"
             if window == 0 and num_tokens:

@@ -150,9 +150,9 @@ def test_branches_of_a_layer_have_a_pool_of_their_kind_each():
     assert layer.mixers == (attention, STATE_SPACE)
     assert config.page_kinds == (PageKind(), PageKind(window=3), PageKind(is_state=True))
     assert [(*stack,) for stack in config.mixer_stacks] == [
-        (attention, 2, 1),
-        (STATE_SPACE, 2, 2),
-        (KINDS["b"].mixer, 2, 0),
+        (attention, 2, 1, None),
+        (STATE_SPACE, 2, 2, None),
+        (KINDS["b"].mixer, 2, 0, None),
     ]
     assert config.is_recurrent
     assert (config.sliding_window, config.smallest_window) == (None, 3)

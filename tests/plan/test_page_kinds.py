@@ -16,6 +16,7 @@ from jaxinfer.plan.cache import (
     bounded_pages,
     bytes_of_bounded,
     bytes_of_page,
+    model_of_engine,
     plan_cache,
 )
 
@@ -155,3 +156,38 @@ def test_states_of_jamba_have_16_numbers_for_each_channel():
 
     assert bytes_of_page(question_of(config), cache_config) == 4 * S * (8 * 128 * 2 * 2) + 4 * S
     assert bytes_of_bounded(question_of(config), cache_config) == 28 * 4 * 8192 * (16 + 3) * (3 + 512 // S)
+
+
+LLAMA3_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+def test_pages_of_2_bits_and_open_pages_of_llama_3_8b_are_counted(page_size):
+    limits = {"cache_dtype": "int2", "page_size": page_size, "max_num_seqs": 4, "max_drafts": 7}
+    config = model_of_engine(config_of("llama", LLAMA3_8B), EngineConfig(cache_dtype="int2"))
+    question = replace(question_of(config, **limits), platform="cpu")
+
+    cache_config = plan_cache(question)
+
+    # Codes are a quarter of a byte. A channel of keys has two numbers of bfloat16 for 32 tokens, as has each value.
+    key, value = 128 / 4 + 4 * 128 / min(32, page_size), 128 / 4 + 4
+    assert config.page_kinds == (PageKind(), PageKind(num_exact=0))
+    assert bytes_of_page(question, cache_config) == page_size * (32 * 8 * (key + value) + 4)
+    num_open = 4 * (2 + -(-8 // page_size)) + 512 // page_size
+    assert cache_config.num_bounded_pages == (num_open,)
+    assert bytes_of_bounded(question, cache_config) == num_open * page_size * 32 * 8 * 128 * 2 * 2
+
+
+def test_open_pages_alone_may_take_more_than_the_cache_has():
+    config = model_of_engine(config_of("llama", LLAMA3_8B), EngineConfig(cache_dtype="int2"))
+    question = replace(question_of(config, cache_dtype="int2", cache_bytes=2**20), platform="cpu")
+
+    with pytest.raises(ValueError, match="beside [0-9]+ bytes for windows, states and open pages; raise"):
+        plan_cache(question)

@@ -44,11 +44,12 @@ class BlockTables:
         self.page_size = page_size
         self._tiers = tiers
         self.copies = PageTransfers()
-        plans = [(num_pages, window, False), *((kind.num_pages, kind.window, kind.is_state) for kind in bounded)]
+        plans = [(num_pages, window, False, False)]
+        plans += [(kind.num_pages, kind.window, kind.is_state, kind.is_open) for kind in bounded]
         self.pools: list[PagePool] = []
-        for kind, (count, kept, is_state) in enumerate(plans):
+        for kind, (count, kept, is_state, is_open) in enumerate(plans):
             pages = PageAllocator(count, partial(self._let_go, kind))
-            self.pools.append(PagePool(kind, pages, page_size, self.copies, kept, is_state))
+            self.pools.append(PagePool(kind, pages, page_size, self.copies, kept, is_state, is_open))
         self._first, *self._bounded = self.pools
         self.pages = self._first.pages
         self._finder = PrefixFinder(self.pools, page_size)
@@ -288,7 +289,8 @@ class BlockTables:
         """Removes an evicted page from prefix lookup and queues its swap-out if the tiers want it."""
         if kind == 0:
             self._finder.forget(key)
-        self._swap_out(kind, page, key, self.page_size)
+        if self.pools[kind].needs_full_pages:
+            self._swap_out(kind, page, key, self.page_size)
 
     def _swap_out(self, kind: int, page: int, key: bytes, num_tokens: int) -> None:
         if self._tiers is not None and self._tiers.wants(key, num_tokens):

@@ -25,6 +25,7 @@ class BoundedKind:
     num_kept: int
     num_pages: int  # in the pool
     is_state: bool = False  # a page holds the state after its last computed token
+    is_open: bool = False  # a page that is full is not needed by the tokens after it, but for the `num_kept`
 
     @property
     def window(self) -> AttentionWindow:
@@ -57,6 +58,7 @@ class PagePool:
         copies: PageTransfers,
         window: AttentionWindow | None = None,
         is_state: bool = False,
+        is_open: bool = False,
     ) -> None:
         """`kind`: its index in `ModelConfig.page_kinds`."""
         self.kind = kind
@@ -65,6 +67,7 @@ class PagePool:
         # A plain attribute, because the scheduler reads it for many rows of a step.
         self.is_endless = window is not None and window.num_sinks > 0
         self.is_state = is_state
+        self.is_open = is_open
         self._page_size = page_size
         self._copies = copies
 
@@ -83,6 +86,11 @@ class PagePool:
             return range(first, end)
         kept = range(max(self._first_kept(window, num_tokens), first), end)
         return [*range(first, min(window.num_sinks, end)), *kept] if window.num_sinks else kept
+
+    @property
+    def needs_full_pages(self) -> bool:
+        """False if no token needs a page that is full."""
+        return not self.is_open or (self.window is not None and self.window.num_kept > 0)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns the number of pages the request lacks to compute its next `num_tokens` tokens."""
@@ -107,7 +115,8 @@ class PagePool:
         table, window = self.table_of(request), self.window_of(request)
         if window is not None:
             self._free(table, range(window.num_sinks, self._first_kept(window, num_tokens)))
-        pages = list(table.pages) + [0] * (max(found, default=-1) + 1 - len(table.pages))
+        num_pages = max(max(found, default=-1) + 1, table.freed.stop)
+        pages = list(table.pages) + [0] * (num_pages - len(table.pages))
         for index, source in found.items():
             own = pages[index : index + 1] if index < len(table.pages) else []
             if isinstance(source, int):
@@ -173,8 +182,10 @@ class PagePool:
 
     def _first_kept(self, window: AttentionWindow, num_tokens: int) -> int:
         """Returns the first page after the sinks that a request of `num_tokens` computed tokens needs to go on."""
-        last = (num_tokens - 1) // self._page_size
-        return max(min(num_tokens // self._page_size - window.num_kept, last), window.num_sinks)
+        first = num_tokens // self._page_size - window.num_kept
+        if not self.is_open:
+            first = min(first, (num_tokens - 1) // self._page_size)
+        return max(first, window.num_sinks)
 
     def _free(self, table: KindTable, behind: range) -> None:
         if behind.stop > max(table.freed.stop, behind.start):

@@ -159,9 +159,10 @@ class Speculation:
         if self._policy is None:
             return
         times, pages = self._policy.times, (cache_config.num_pages, cache_config.page_size)
-        times.rehearse(device, *pages, self._clock)
+        num_kinds = 1 + len(cache_config.num_bounded_pages)
+        times.rehearse(device, *pages, self._clock, num_kinds=num_kinds)
         if self.device_drafter is not None:
-            for step in times.full_decode_steps(*pages):
+            for step in times.full_decode_steps(*pages, num_kinds):
                 compute = lambda step=step: device.read(device.launch(step)).hidden  # noqa: E731
                 self.proposer.rehearse(step, compute, self._max_drafts)
 

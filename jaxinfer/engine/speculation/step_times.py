@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution.compiled_steps import choose_bucket
 from jaxinfer.engine.execution.pipeline import Device
+from jaxinfer.engine.request.page_table import KindTable
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
 from jaxinfer.plan.step_shapes import Bucket, find_bucket
@@ -89,10 +91,19 @@ class StepTimeTable:
             self._prefill *= min(seconds / expected, MAX_RATIO) ** SPEED_GAIN
 
     def rehearse(
-        self, device: Device, num_pages: int, page_size: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: Device,
+        num_pages: int,
+        page_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        num_kinds: int = 1,
     ) -> None:
-        """Measures made-up steps of every shape on a device whose cache holds nothing that anyone needs."""
-        steps = [(b, step) for b in self._buckets for step in self._made_up_steps(b, num_pages, page_size)]
+        """Measures made-up steps of every shape on a device whose cache holds nothing that anyone needs.
+
+        `num_kinds` are the model's kinds of pages.
+        """
+        steps = [(b, step) for b in self._buckets for step in self._made_up_steps(b, num_pages, page_size, num_kinds)]
         for _, step in steps:
             device.read(device.launch(step))  # the first run touches new memory
         times: list[list[float]] = [[] for _ in steps]
@@ -110,19 +121,19 @@ class StepTimeTable:
             if seconds:
                 self._enter(bucket, seconds)
 
-    def full_decode_steps(self, num_pages: int, page_size: int) -> list[Step]:
+    def full_decode_steps(self, num_pages: int, page_size: int, num_kinds: int = 1) -> list[Step]:
         """Returns a full made-up step of each decode shape."""
-        return [self._made_up_steps(b, num_pages, page_size)[-1] for b in self._buckets if b.is_decode]
+        return [self._made_up_steps(b, num_pages, page_size, num_kinds)[-1] for b in self._buckets if b.is_decode]
 
-    def _made_up_steps(self, bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
-        """Returns the emptiest step that takes this shape and a full one; each row has a page."""
-        rows = min(bucket.num_rows, num_pages)
+    def _made_up_steps(self, bucket: Bucket, num_pages: int, page_size: int, num_kinds: int) -> list[Step]:
+        """Returns the emptiest step that takes this shape and a full one; each row has a page of each kind."""
+        rows, make = min(bucket.num_rows, num_pages), partial(made_up_step, page_size=page_size, num_kinds=num_kinds)
         if bucket.is_decode:
             sizes = [n for n in range(1, rows + 1) if self._find(n, n) == bucket]
-            return [made_up_step(n, n, page_size) for n in sorted({sizes[0], sizes[-1]})] if sizes else []
+            return [make(n, n) for n in sorted({sizes[0], sizes[-1]})] if sizes else []
         most = min(bucket.num_tokens, rows * bucket.q_len)
         sizes = [n for n in range(rows + 1, most + 1) if self._find(n, rows) == bucket]
-        return [made_up_step(n, rows, page_size, bucket.q_len) for n in sorted({sizes[0], sizes[-1]})] if sizes else []
+        return [make(n, rows, q_len=bucket.q_len) for n in sorted({sizes[0], sizes[-1]})] if sizes else []
 
     def _find(self, num_tokens: int, num_rows: int) -> Bucket:
         is_verify = num_tokens > num_rows
@@ -146,14 +157,17 @@ class StepTimeTable:
         return runs
 
 
-def made_up_step(num_tokens: int, num_rows: int, page_size: int, q_len: int = 1) -> Step:
-    """Returns a step of decoding rows whose drafts, up to q_len - 1 each, bring it to `num_tokens`; each has a page."""
+def made_up_step(num_tokens: int, num_rows: int, *, page_size: int, num_kinds: int, q_len: int = 1) -> Step:
+    """Returns a step of decoding rows whose drafts, up to q_len - 1 each, bring it to `num_tokens`.
+
+    Each row has a page of each kind.
+    """
     chunks = []
     for row in range(num_rows):
         token_ids = [0] * (page_size - q_len)
         greedy = SamplingParams(temperature=0)
         request = Request(-1 - row, token_ids, greedy, seed=0, max_tokens=1, stop_token_ids=(), detokenizer=None)
-        request.table.first.pages = (row,)
+        request.table.kinds = tuple(KindTable((row,)) for _ in range(num_kinds))
         num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
         chunks.append(Chunk(request, len(token_ids) - 1, 1, drafts=[0] * num_drafts))
     return Step(Chunks.of(chunks), is_ahead=num_tokens == num_rows)

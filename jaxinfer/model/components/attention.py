@@ -30,12 +30,16 @@ from kernels_pallas.paged_attention import (
     AttentionCall,
     HeadOptions,
     Pages,
+    RoundedPages,
     abstract_pages,
+    abstract_rounded_pages,
     append_products,
     can_append_products,
     gather_tokens,
     paged_attention,
+    pieces_of,
     plan_attention,
+    rounded_attention,
     write_kv,
 )
 from kernels_pallas.paged_attention.call import token_slots
@@ -175,17 +179,21 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
     return AttentionParams(**tensors)
 
 
-def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
+def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages | RoundedPages:
     """Returns the pool of keys and values as `jax.ShapeDtypeStruct`s."""
     heads = config.num_held_heads, config.head_dim
+    if size.dtype == "int2":
+        return abstract_rounded_pages(size.num_pages, size.page_size, *heads, size.layout)
     return abstract_pages(
         size.num_pages, size.page_size, *heads, size.dtype, size.layout, has_scales=size.dtype == "int8"
     )
 
 
-def plan_attention_of(config: Attention, pages: Pages, inputs: MixerInputs) -> Any:
+def plan_attention_of(config: Attention, pages: Pages | RoundedPages, inputs: MixerInputs) -> Any:
     """Returns the plan of a step for `inputs.plan` of each layer like this one."""
     num_tokens = len(inputs.step.batch.tokens)
+    if isinstance(pages, RoundedPages):
+        return pieces_of(inputs.call(**_scoring(config)), num_tokens, pages.page_size)
     return plan_attention(pages, inputs.call(**_scoring(config)), num_tokens=num_tokens, num_heads=config.num_heads)
 
 
@@ -196,16 +204,17 @@ def _scoring(config: Attention) -> dict[str, Any]:
 
 def attend(
     params: AttentionParams,
-    pages: Pages,
+    pages: Any,
     x: jax.Array,
     inputs: MixerInputs,
     *,
     config: Attention,
     norm: Norm,
-) -> tuple[jax.Array, Pages]:
+) -> tuple[jax.Array, Any]:
     """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' keys and values appended.
 
-    A layer that reads those of another gets the other's pages, and returns them as they came.
+    The pages are `Pages`, or `RoundedPages` and the open `Pages` beside them. A layer that reads those of another gets
+    the other's pages, and returns them as they came.
     """
     options = _scoring(config)
     scales: dict[str, Any] = {}
@@ -218,12 +227,18 @@ def attend(
     else:
         outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
         q, k, v = project_qkv(params, outputs, inputs, config=config, norm=norm)
-    if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
+    if config.has_cache_scales and isinstance(pages, Pages) and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
         scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}
 
-    def run(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, call: AttentionCall) -> tuple[jax.Array, Pages]:
-        return paged_attention(q, k, v, pages, call, sinks=sinks, **scales)
+    def run(q: Any, k: Any, v: Any, sinks: Any, pages: Any, call: AttentionCall) -> tuple[jax.Array, Any]:
+        if inputs.opened is None:
+            return paged_attention(q, k, v, pages, call, sinks=sinks, **scales)
+        (full, opened), open_call = pages, inputs.opened.call(**options)
+        out, full, opened = rounded_attention(
+            q, k, v, full, opened, call, open_call, num_exact=inputs.opened.num_exact, sinks=sinks
+        )
+        return out, (full, opened)
 
     call, plain = inputs.call(**options), functools.partial(plain_attention, **options)
     if inputs.step.num_whole_rows is not None and inputs.is_shared:
@@ -245,7 +260,7 @@ def projected_sizes(config: Attention) -> dict[str, int]:
 
 
 def _appends_products(
-    params: AttentionParams, pages: Pages, x: jax.Array, inputs: MixerInputs, config: Attention
+    params: AttentionParams, pages: Any, x: jax.Array, inputs: MixerInputs, config: Attention
 ) -> bool:
     """Returns whether `append_products` can take the products of a joined tensor.
 
@@ -255,6 +270,8 @@ def _appends_products(
     has_all = sizes.keys() >= {"q", "k", "v"} and config.qk_norm != "all" and not config.has_value_norm
     are_adapted = any(getattr(params, name) is not None for name in sizes)
     if params.qkv is None or not has_all or are_adapted or inputs.step.num_whole_rows is not None:
+        return False
+    if not isinstance(pages, Pages):
         return False
     return can_append_products(pages, inputs.call(**_scoring(config)), num_parts=params.qkv.shape[0], dtype=x.dtype)
 

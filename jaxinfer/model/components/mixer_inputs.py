@@ -65,6 +65,8 @@ class MixerInputs:
     page_offset: jax.Array | int = 0  # the index of the layer's first page in its pool
     is_shared: bool = False  # other layers write or read the pages too
     plan: Any = None  # of the step, for this mixer's kernel, see `plan_attention`
+    opened: MixerInputs | None = None  # those for its open pages, if it has any
+    num_exact: int = 0  # of open pages, as in `PageKind`
 
     def call(self, *, scale: float, window: int | None = None, softcap: float | None = None) -> AttentionCall:
         """Returns the call of the step on the layer's pages; the arguments are as in `AttentionCall`."""

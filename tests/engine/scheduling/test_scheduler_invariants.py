@@ -34,7 +34,7 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.speculation.speculation import Speculation
-from tests.engine.fake_device import FakeDevice, GuessingDrafter, expected_tokens, make_request
+from tests.engine.fake_device import OPEN, FakeDevice, GuessingDrafter, expected_tokens, make_request
 from tests.engine.sights import Endless, window_of
 
 STEPS_PER_EXAMPLE = 40
@@ -57,8 +57,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.sampled_from(
             [None, 3, 6, 1, 2, 10, (1, 3), (1, 4), (2, 4)]
         ),  # of tokens; sinks and all seen, in pages
-        # Tokens in the windows of further kinds of pages, 0 for states; only beside a first kind that keeps all.
-        further=st.sampled_from([(), (), (3,), (0,), (2, 6), (6, 0), (1, 0)]),
+        # Tokens in the windows of further kinds of pages, 0 for states, OPEN for open pages; only beside a first kind
+        # that keeps all.
+        further=st.sampled_from([(), (), (3,), (0,), (2, 6), (6, 0), (1, 0), (OPEN,), (OPEN,), (5, OPEN), (0, OPEN)]),
         loop_steps=st.sampled_from([1, 3, 1, 2]),  # if there are no drafts
     )
     def start(
@@ -118,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kept = -(-max(window - 1, 0) // self.page_size)
         per_row = num_kept + 2 + -(-MOST_AHEAD // self.page_size)
         num_pages = self.max_num_seqs * per_row + -(-self.budget // self.page_size)
-        return BoundedKind(num_kept, num_pages, is_state=window == 0)
+        return BoundedKind(num_kept, num_pages, is_state=window == 0, is_open=window == OPEN)
 
     # Few prompts, so that most share a beginning; each goes on where the one before it in the alphabet ends.
     @rule(
