@@ -35,6 +35,7 @@ from tests.engine.exactness.test_families import PARAMS, PROMPTS, contents, save
 from tests.engine.probe import runner_of, scheduler_of
 from tests.replay import SMALL_MODEL, lively_params
 
+INT2 = dataclasses.replace(EngineConfig(), cache_dtype="int2")
 SIZES: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SAMPLES = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=20, ignore_eos=True, log_probs=2)
 
@@ -183,8 +184,7 @@ TWO: Any = AbstractMesh((2,), ("model",))
     ],
 )
 def test_devices_that_it_is_not_built_for_are_refused_by_name(place, what):
-    config = EngineConfig(cache_dtype="int2")
-    question = MemoryQuestion(model=SMALL_MODEL, config=config, dtype="bfloat16", **place)
+    question = MemoryQuestion(model=SMALL_MODEL, config=INT2, dtype="bfloat16", **place)
 
     for check in (check_open_pages, plan_cache):
         with pytest.raises(ValueError, match=f"cache_dtype='int2' is not built for {what}"):
@@ -193,7 +193,7 @@ def test_devices_that_it_is_not_built_for_are_refused_by_name(place, what):
 
 def test_a_plan_for_an_accelerator_refuses_it():
     with pytest.raises(ValueError, match="cache_dtype='int2' is not built for a GPU; use"):
-        plan_deployment("Qwen3-4B", parse_devices("H100"), EngineConfig(cache_dtype="int2"))
+        plan_deployment("Qwen3-4B", parse_devices("H100"), INT2)
 
 
 def test_a_cache_in_2_bits_and_a_model_with_open_pages_belong_together():
