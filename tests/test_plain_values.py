@@ -151,8 +151,10 @@ ENGINE = {
     **{"max_adapters": 2, "max_adapter_rank": 8, "exact": True},
     "parallelism": Parallelism(tensor=2),
 }
-CACHE = {"num_pages": 3, "page_size": 16, "dtype": "float32", "num_bounded_pages": [2, 3], "num_draft_states": 1}
-CACHE |= {"open_dtype": "float16"}
+CACHE = {
+    **{"num_pages": 3, "page_size": 16, "dtype": "float32", "open_dtype": "bfloat16"},
+    **{"num_bounded_pages": [2, 3], "num_draft_states": 1},
+}
 CONFIGS: list[tuple[Any, dict[str, Any]]] = [
     *((SamplingParams, SAMPLING), (EngineConfig, ENGINE), (CacheConfig, CACHE)),
     (Parallelism, {"tensor": 2, "experts": 3, "replicas": 4, "prefill": 1, "stages": 2}),

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import transformers
+from jax.sharding import AbstractMesh
 
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.model.config import PageKind
+from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.cache import (
     MemoryQuestion,
     addressable_pages,
     bounded_pages,
     bytes_of_bounded,
     bytes_of_page,
+    check_open_pages,
     model_of_engine,
     plan_cache,
 )
+from jaxinfer.plan.deployment import plan_deployment
+from jaxinfer.plan.devices import parse_devices
+from tests.replay import SMALL_MODEL
 
 TOKENS, S = 32_000, 128
 LIMITS = EngineConfig(max_num_seqs=1, max_model_len=TOKENS, max_num_batched_tokens=512, page_size=S, cache_bytes=2**40)
@@ -191,3 +198,28 @@ def test_open_pages_alone_may_take_more_than_the_cache_has():
 
     with pytest.raises(ValueError, match="beside [0-9]+ bytes for windows, states and open pages; raise"):
         plan_cache(question)
+
+
+TWO: Any = AbstractMesh((2,), ("model",))
+
+
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ({"platform": "gpu"}, "a GPU; use cache_dtype='int4'"),
+        ({"platform": "tpu"}, "a TPU; use cache_dtype='int4'"),
+        ({"platform": "cpu", "placement": Placement(TWO)}, "2 devices; give EngineConfig.parallelism one device"),
+    ],
+)
+def test_devices_that_it_is_not_built_for_are_refused_by_name(place, what):
+    config = EngineConfig(cache_dtype="int2")
+    question = MemoryQuestion(model=SMALL_MODEL, config=config, dtype="bfloat16", **place)
+
+    for check in (check_open_pages, plan_cache):
+        with pytest.raises(ValueError, match=f"cache_dtype='int2' is not built for {what}"):
+            check(question)
+
+
+def test_a_plan_for_an_accelerator_refuses_it():
+    with pytest.raises(ValueError, match="cache_dtype='int2' is not built for a GPU; use"):
+        plan_deployment("Qwen3-4B", parse_devices("H100"), EngineConfig(cache_dtype="int2"))

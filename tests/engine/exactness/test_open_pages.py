@@ -10,18 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from jaxinfer import log_probs
-from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.page_kinds import with_open_pages
-from jaxinfer.parallel.placement import Placement
-from jaxinfer.plan.cache import MemoryQuestion, check_open_pages, plan_cache
-from jaxinfer.plan.deployment import plan_deployment
-from jaxinfer.plan.devices import parse_devices
 from tests.engine.engines import (
     completions_of,
     content_of,
@@ -35,7 +30,6 @@ from tests.engine.exactness.test_families import PARAMS, PROMPTS, contents, save
 from tests.engine.probe import runner_of, scheduler_of
 from tests.replay import SMALL_MODEL, lively_params
 
-INT2 = dataclasses.replace(EngineConfig(), cache_dtype="int2")
 SIZES: dict[str, Any] = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SAMPLES = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=20, ignore_eos=True, log_probs=2)
 
@@ -170,30 +164,6 @@ def test_a_model_that_it_is_not_built_for_is_refused_by_name(tmp_path, family, r
 
     with pytest.raises(ValueError, match=f"2 bits are not built for a model with {refusal}; use another"):
         small_engine(path, cache_dtype="int2")
-
-
-TWO: Any = AbstractMesh((2,), ("model",))
-
-
-@pytest.mark.parametrize(
-    ("place", "what"),
-    [
-        ({"platform": "gpu"}, "a GPU; use cache_dtype='int4'"),
-        ({"platform": "tpu"}, "a TPU; use cache_dtype='int4'"),
-        ({"platform": "cpu", "placement": Placement(TWO)}, "2 devices; give EngineConfig.parallelism one device"),
-    ],
-)
-def test_devices_that_it_is_not_built_for_are_refused_by_name(place, what):
-    question = MemoryQuestion(model=SMALL_MODEL, config=INT2, dtype="bfloat16", **place)
-
-    for check in (check_open_pages, plan_cache):
-        with pytest.raises(ValueError, match=f"cache_dtype='int2' is not built for {what}"):
-            check(question)
-
-
-def test_a_plan_for_an_accelerator_refuses_it():
-    with pytest.raises(ValueError, match="cache_dtype='int2' is not built for a GPU; use"):
-        plan_deployment("Qwen3-4B", parse_devices("H100"), INT2)
 
 
 def test_a_cache_in_2_bits_and_a_model_with_open_pages_belong_together():
