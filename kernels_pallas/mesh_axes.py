@@ -51,12 +51,10 @@ def devices_per_stage(mesh: Mesh | AbstractMesh) -> int:
 def over_devices(
     function: Callable[..., Any], mesh: Mesh | AbstractMesh, *, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Returns the function by which each device of a mesh computes its own parts, as `jax.shard_map` does.
-
-    Within a stage, `mesh` is that of the stage's devices.
-    """
+    """Returns the function by which each device of a mesh computes its own parts, as `jax.shard_map` does."""
     context, options = jax.sharding.get_abstract_mesh(), {}
     own: Any = mesh
+    # All stages trace one program, in which `mesh` has the names of the axes, but the devices of one stage alone.
     if STAGES_AXIS in context.manual_axes:
         own, options = context, {"axis_names": {*mesh.axis_names}}
     # Kernels are opaque to the replication check.
@@ -64,6 +62,9 @@ def over_devices(
 
 
 def is_within_device() -> bool:
-    """True in a function of `over_devices`, whose arrays are a device's own; not in a stage of several devices."""
+    """True where arrays are a device's own: in functions of `over_devices`, and in a stage of one device.
+
+    A stage of several devices has axes that XLA splits, and only STAGES_AXIS is its own.
+    """
     manual = {*jax.sharding.get_abstract_mesh().manual_axes}
     return bool(manual - {STAGES_AXIS})

@@ -62,7 +62,7 @@ HELP = {
     "requests and steps": {
         "tensor": "devices that split each layer's heads and hidden units, and the vocabulary",
         "experts": "groups of devices that split the experts of a mixture",
-        "stages": "groups of devices, each a host, that share the layers",
+        "stages": "groups of devices that share the layers; for several hosts",
         "replicas": "copies of the model, each on devices of its own, with one queue; auto: as many as there are"
         " devices for",
         "prefill": "first copies of the model that only prefill, for the others, which then only decode",

@@ -148,8 +148,10 @@ def run(
     x, pools = flow.x, list(cache.pools)
     for index in groups:
         used, group = config.placed_groups[index]
-        is_shared = context.mesh is not None and are_shared(group, context.mesh)
-        x, new = (functools.partial(run_in_stages, run_group) if is_shared else run_group)(
+        compute = run_group
+        if context.mesh is not None and are_shared(group, context.mesh):
+            compute = functools.partial(run_in_stages, run_group)
+        x, new = compute(
             layers[config.stacks_of_groups[index]],
             tuple(pools[pool] for pool in used),
             x,

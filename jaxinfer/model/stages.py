@@ -76,9 +76,11 @@ def for_stages(
     first, size = _longest_parts(numbers, _are_alone(layers), count)
     end = first + size * count
     if not size:
+        others = (n for n in range(2, len(layers) + 1) if _longest_parts(numbers, _are_alone(layers), n)[1])
+        working = ", ".join(map(str, (1, *others)))
         raise ValueError(
             f"stages={count} cannot share the {len(layers)} layers of this model: no {count} runs of them are alike,"
-            " one after another, with keys and values of their own; use fewer stages, or tensor"
+            f" one after another, with keys and values of their own; the numbers that can are {working}"
         )
     if within := [cut for cut in cuts if first < cut < end]:
         raise ValueError(
@@ -107,14 +109,14 @@ def _are_alone(layers: Sequence[Layer]) -> list[bool]:
 
 def _longest_parts(numbers: Sequence[int], is_alone: Sequence[bool], count: int) -> tuple[int, int]:
     """Returns the first layer and the size of `count` equal parts, one after another; a size of 0 if there are none."""
-    barred = [*accumulate((not own for own in is_alone), initial=0)]
+    num_barred = [*accumulate((not own for own in is_alone), initial=0)]  # before each layer
     for size in range(len(numbers) // count, 0, -1):
         # Layers equal to those one part later, in a row: parts are equal where these cover all parts but the last.
         run = 0
         for i in range(len(numbers) - size):
             run = run + 1 if numbers[i] == numbers[i + size] else 0
             first, end = i + 1 - size * (count - 1), i + 1 + size
-            if run >= size * (count - 1) and barred[end] == barred[first]:
+            if run >= size * (count - 1) and num_barred[end] == num_barred[first]:
                 return first, size
     return 0, 0
 
@@ -135,8 +137,8 @@ def cut_step(
 ) -> Parts | None:
     """Returns the parts of a step's tokens for the stages of a mesh; None for one stage.
 
-    `q_len` and `tree_mask` are as in `AttentionCall`, `kind` is that of recurrent states, if the model has them. Given
-    `slots` of states and trees are of whole rows, so the step is one part then.
+    `q_len` and `tree_mask` are as in `AttentionCall`, `kind` is that of recurrent states, if the model has them. A step
+    with `slots` of its own for states, or with trees of drafts, is one part: these need the whole row.
     """
     count = num_stages(mesh)
     if count == 1:
@@ -190,15 +192,17 @@ def _cut_tokens(batch: Batch, count: int) -> Batch:
     return Batch(**tokens, **tables, cu_q_lens=ends - first, kv_lens=kv_lens)
 
 
-def _idle_unless(is_busy: jax.Array, parts: Parts) -> Parts:
-    """Returns a part, or one of padding, which writes nothing."""
+def _idle_unless(is_busy: jax.Array, parts: Parts, q_len: int | None) -> Parts:
+    """Returns a part, or one of padding, which writes nothing. `q_len` is as in `AttentionCall`."""
 
     def padding_unless(slots: jax.Array) -> jax.Array:
         return jnp.where(is_busy, slots, PADDING_SLOT)
 
     batch = parts.batch
     kv_lens = jnp.where(is_busy, batch.kv_lens, 0)
-    idle = replace(batch, slot_mapping=padding_unless(batch.slot_mapping), kv_lens=kv_lens)
+    # Padding rows are empty, unless every row has a token.
+    cu_q_lens = batch.cu_q_lens if q_len == 1 else jnp.where(is_busy, batch.cu_q_lens, 0)
+    idle = replace(batch, slot_mapping=padding_unless(batch.slot_mapping), kv_lens=kv_lens, cu_q_lens=cu_q_lens)
     return replace(parts, batch=idle, slots=jax.tree.map(padding_unless, parts.slots))
 
 
@@ -231,7 +235,7 @@ def run_in_stages(
         def tick(t: jax.Array, carry: Any) -> Any:
             pools, came, out = carry
             m, is_busy = jnp.clip(t - s, 0, M - 1), (t >= s) & (t - s < M)
-            own, own_angles = _idle_unless(is_busy, parts.at(m)), jax.tree.map(lambda a: a[m], angles)
+            own, own_angles = _idle_unless(is_busy, parts.at(m), context.q_len), jax.tree.map(lambda a: a[m], angles)
             of_part = {"batch": own.batch, "slots": own.slots, "tree_mask": own.tree_mask, "angles": own_angles}
             step = replace(context, **of_part, parts=None, mesh=own_mesh)
             own_numbers = None if numbers is None else numbers[:, :, m]

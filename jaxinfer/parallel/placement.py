@@ -89,6 +89,8 @@ class Placement:
     ) -> list[Placement]:
         """Returns the placement of each replica of a model, one after another on the devices; raises as `of` does."""
         parallelism = Parallelism() if parallelism is None else parallelism
+        if parallelism.stages > 1:
+            _name_whole_layers(config, parallelism.stages)
         if parallelism.num_replicas == 1:
             return [cls.of(config, parallelism, devices)]
         each = parallelism.devices_per_replica
@@ -280,6 +282,16 @@ def name_idle_devices(used: Parallelism, widest: Parallelism) -> None:
     logger.warning("computes on %s, the fewest devices that hold the model, and leaves %s idle%s", names, idle, end)
 
 
+def _name_whole_layers(config: ModelConfig, stages: int) -> None:
+    """Logs the number of layers that every stage has to hold, if any."""
+    staged = for_stages(config, stages, scans=False)
+    groups = zip(staged.groups, staged.layer_groups, strict=True)
+    num_shared = sum(num_layers for group, num_layers in groups if group.repeats > 1)
+    if num_whole := config.num_layers - num_shared:
+        counts = (stages, num_shared, config.num_layers, num_whole + num_shared // stages)
+        logger.warning("stages=%d share %d of the %d layers, and each holds %d", *counts)
+
+
 def _as_options(parallelism: Parallelism) -> str:
     """Returns the parts of a value that are not 1, as in Python and on the command line."""
     flags = {
@@ -327,7 +339,8 @@ def _refuse_own_inputs(name: str, weights: QuantizedArray) -> None:
     if weights.order is not None or weights.activations is not None:
         what = "an order of inputs (act-order)" if weights.order is not None else "inputs of 8 bits (W8A8)"
         raise ValueError(
-            f"the experts {name} have {what}, which devices cannot split yet; load the model on one device"
+            f"the experts {name} have {what}, which tensor and experts cannot split yet; load the model on one device,"
+            " or give replicas or stages"
         )
 
 

@@ -16,6 +16,7 @@ from jaxinfer.model.page_kinds import PageKind, with_open_pages
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from jaxinfer.plan.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
+from kernels_pallas.mesh_axes import devices_per_stage
 from kernels_pallas.paged_attention.layout import default_layout
 from kernels_pallas.triton import MISADDRESSED
 
@@ -125,7 +126,8 @@ def check_open_pages(question: MemoryQuestion) -> None:
     if config.cache_dtype != "int2":
         return
     platform = question.platform or default_layout()
-    others = "use cache_dtype='int4' or 'int8', or leave it out"
+    narrow = "'int8' or 'fp8'" if platform == "tpu" else "'int4' or 'int8'"  # a TPU refuses int4
+    others = f"use cache_dtype={narrow}, or leave it out"
     refused = {
         f"a {platform.upper()}": (platform != "cpu", others),
         f"{question.placement.num_devices} devices": (
@@ -160,6 +162,11 @@ def check_sinks(question: MemoryQuestion) -> None:
             f"{name} leave {max_model_len - num_tokens} of max_model_len={max_model_len} tokens for the last ones, two"
             f" pages of {page_size} are the least; lower EngineConfig.num_sink_tokens or raise max_model_len"
         )
+    if config.cache_dtype is not None:
+        raise ValueError(
+            f"{name} turns the keys of these tokens again and again, and cache_dtype={config.cache_dtype!r} would round"
+            " them each time; leave out one of the two in EngineConfig"
+        )
     if len(model.page_kinds) > 1:
         raise ValueError(
             f"{name} are not for this model, of whose layers some keep a window or a state of their own; leave"
@@ -169,11 +176,6 @@ def check_sinks(question: MemoryQuestion) -> None:
         raise ValueError(
             f"{name} is not for this model, whose own window of {model.sliding_window} tokens hides the first ones;"
             " leave EngineConfig.num_sink_tokens out"
-        )
-    if config.cache_dtype is not None:
-        raise ValueError(
-            f"{name} turns the keys of these tokens again and again, and cache_dtype={config.cache_dtype!r} would round"
-            " them each time; leave out one of the two in EngineConfig"
         )
     if question.has_keys_of_drafter:
         raise ValueError(
@@ -278,7 +280,7 @@ def guess_step_bytes(question: MemoryQuestion, buckets: Iterable[Bucket]) -> int
     F = max(layer.width for layer, _ in model.stacks)
     if placement.mesh is not None:
         F //= placement.mesh.shape.get(MLP_AXIS, 1)
-        V //= 1 if platform == "cpu" else placement.num_devices
+        V //= 1 if platform == "cpu" else devices_per_stage(placement.mesh)
     states = NUM_STATES.get(platform, NUM_STATES["tpu"])
     recurrent = question.page_bytes(question.page, model.state_kind) if model.is_recurrent else 0
     return max(

@@ -197,7 +197,8 @@ def step_call(
     Weights are in `dtype`, except those that a `quantization` quantizes; or as those that are given as shapes.
     """
     config, placement = over_mesh(config, mesh), Placement(mesh)
-    if num_stages(mesh) > 1:  # as `load_checkpoint` groups layers there, and below
+    # As `load_checkpoint` groups layers in stages, and on GPU.
+    if num_stages(mesh) > 1:
         config = for_stages(config, num_stages(mesh), scans=layout != "gpu")
     elif layout == "gpu":
         config = config.regrouped((1,) * config.num_layers)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 
 from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.model.stages import num_stages
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.cache import (
     MemoryQuestion,
@@ -70,7 +71,9 @@ def fit_limits(question: MemoryQuestion) -> EngineConfig:
         config = replace(config, max_num_seqs=rows)
     steps = config.decode_loop_steps
     if steps is None:
-        seconds = predicted_step_seconds(question.param_bytes, question.model.num_layers)
+        # Stages take turns in a step of few rows.
+        num_bytes = question.param_bytes * num_stages(question.placement.mesh)
+        seconds = predicted_step_seconds(num_bytes, question.model.num_layers)
         steps = 1 if platform == "cpu" or question.speculates else fitting_loop_steps(seconds)
     config = replace(config, max_num_seqs=max_rows(config), decode_loop_steps=steps)
     tokens, mixed = max_batched_tokens(config), max_mixed_tokens(config)

@@ -11,7 +11,8 @@ from jaxinfer.gguf.blocks import BLOCK_TYPES
 
 # Why devices do not share a model of such weights, and the way out.
 BLOCKS_ARE_WHOLE = (
-    "the blocks of a GGUF are not split over devices yet; load it on one device, or another format of the model"
+    "the blocks of a GGUF are not split by tensor or experts yet; load it on one device, by replicas or stages, or"
+    " another format of the model"
 )
 TYPES = {block.name: block for block in BLOCK_TYPES.values()}
 

@@ -112,7 +112,9 @@ def test_blocks_lie_on_a_chosen_device_and_are_split_over_none(files):
     placed = Placement(one).params(config, abstract)
     assert jax.tree.structure(placed) == jax.tree.structure(params)
     two: Any = jax.sharding.AbstractMesh((2, 1), ("experts", "model"))
-    with pytest.raises(ValueError, match="blocks of a GGUF are not split over devices yet.*embedding has blocks of"):
+    with pytest.raises(
+        ValueError, match="blocks of a GGUF are not split by tensor or experts yet.*embedding has blocks of"
+    ):
         Placement(two).params(config, abstract)
 
 

@@ -207,7 +207,7 @@ TWO: Any = AbstractMesh((2,), ("model",))
     ("place", "what"),
     [
         ({"platform": "gpu"}, "a GPU; use cache_dtype='int4'"),
-        ({"platform": "tpu"}, "a TPU; use cache_dtype='int4'"),
+        ({"platform": "tpu"}, "a TPU; use cache_dtype='int8' or 'fp8'"),
         ({"platform": "cpu", "placement": Placement(TWO)}, "2 devices; give EngineConfig.parallelism one device"),
     ],
 )

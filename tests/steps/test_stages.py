@@ -88,7 +88,9 @@ def test_layers_that_are_packed_in_other_ways_are_not_equal():
 
 
 def test_stages_that_cannot_share_layers_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match="stages=3 cannot share the 2 layers of this model: .*; use fewer stages"):
+    with pytest.raises(
+        ValueError, match="stages=3 cannot share the 2 layers of this model: .*; the numbers that can are 1, 2$"
+    ):
         for_stages(model("ff"), 3, scans=False)
     with pytest.raises(ValueError, match="the states after layer 2 are needed, .* layers 1 to 4 that stages=2 share"):
         for_stages(model("ffff"), 2, scans=False, cuts=[2])

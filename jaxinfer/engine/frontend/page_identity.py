@@ -11,8 +11,9 @@ from jaxinfer.checkpoint import Checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.device import describe_accelerator, describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.parallel.placement import ONE_DEVICE
+from jaxinfer.plan.cache import NUM_EXACT
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission
@@ -46,7 +47,7 @@ def page_identity(
     return {
         "weights": checkpoint.digest() + params_version,
         "quantization": str(engine_config.quantization),
-        "model": repr(model_config.for_devices(1)),  # a request is restored on any mesh
+        "model": repr(_for_any_mesh(model_config)),
         "dtype": describe_dtype(dtype, engine_config),
         "page_size": str(cache_config.page_size),
         "pages seen": seen,
@@ -72,6 +73,12 @@ def _platform(engine_config: EngineConfig) -> str:
     return platform if attention is None else f"{platform}, attention by the {attention}"
 
 
+def _for_any_mesh(config: ModelConfig) -> ModelConfig:
+    """Returns the model without what a mesh makes of it, for a request is restored on any mesh."""
+    config = config.for_devices(1)
+    return config.regrouped(scan_sizes(config.layers))
+
+
 def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str]:
     """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
@@ -90,6 +97,8 @@ def text_identity(checkpoint: Checkpoint, admission: Admission) -> dict[str, str
     is_one = mesh.devices_per_replica == 1
     stages = "" if mesh.stages == 1 else f", stages={mesh.stages}"
     shared = {} if is_one else {"parallelism": f"Parallelism(tensor={mesh.tensor}, experts={mesh.experts}{stages})"}
+    if config.cache_dtype == "int2":  # what a token reads rounded depends on the size of pages
+        shared |= {"rounded pages": f"of {config.page_size} tokens, {NUM_EXACT} exact before a token's own"}
     return shared | {
         "model": checkpoint.digest((*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
         "dtype": describe_dtype(admission.dtype, config),
