@@ -16,6 +16,10 @@ from jaxinfer.model.layer_parts import Mixer, functions_of, source_of
 if TYPE_CHECKING:
     from jaxinfer.model.config import ModelConfig
 
+# The full pages before a token's own that it reads exact from a cache in 2 bits. With 1 the bundled model loses 1.7 %
+# for 2.2 %, but a prefix is found only at ends whose open page is still there.
+NUM_EXACT = 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class PageKind:

@@ -12,7 +12,7 @@ from jaxinfer.model.adapted_params import abstract_slots
 from jaxinfer.model.cache import page_arrays, page_bytes
 from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.page_kinds import PageKind, with_open_pages
+from jaxinfer.model.page_kinds import NUM_EXACT, PageKind, with_open_pages
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from jaxinfer.plan.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
@@ -23,9 +23,6 @@ from kernels_pallas.triton import MISADDRESSED
 # States of a token that a step holds at once in float32: by XLA for CPU's allocation, and by that of the steps of large
 # models that are compiled for TPU v6e, which fuses more.
 NUM_STATES = {"cpu": 16, "tpu": 4}
-# The full pages before a token's own that it reads exact from a cache in 2 bits. With 1 the bundled model loses 1.7 %
-# for 2.2 %, but a prefix is found only at ends whose open page is still there.
-NUM_EXACT = 0
 
 
 class PlannedDrafter(Protocol):

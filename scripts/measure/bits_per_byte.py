@@ -24,8 +24,7 @@ from tqdm import tqdm
 from jaxinfer import CacheConfig, ModelConfig, Row, init_cache, load_checkpoint, make_batch
 from jaxinfer.config import NARROW_CACHE_DTYPES, QUANTIZATIONS
 from jaxinfer.model.decoder import forward, unembed
-from jaxinfer.model.page_kinds import with_open_pages
-from jaxinfer.plan.cache import NUM_EXACT
+from jaxinfer.model.page_kinds import NUM_EXACT, with_open_pages
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.train.corpus import held_out_files
 

@@ -12,8 +12,8 @@ from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.device import describe_accelerator, describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.model.config import ModelConfig, scan_sizes
+from jaxinfer.model.page_kinds import NUM_EXACT
 from jaxinfer.parallel.placement import ONE_DEVICE
-from jaxinfer.plan.cache import NUM_EXACT
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission

@@ -12,6 +12,7 @@ from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.frontend import page_identity
+from jaxinfer.model.stages import for_stages
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.cache import MemoryQuestion
 
@@ -52,6 +53,14 @@ def test_a_page_in_another_dtype_is_of_no_use():
     assert {aspect for aspect in plain if plain[aspect] != narrow[aspect]} == {"dtype"}
 
 
+def test_a_request_saved_in_stages_is_restored_on_one_device():
+    _, config = load_checkpoint(BUNDLED_MODEL)
+
+    alone, in_stages = map(identity_of_pages, (config, for_stages(config, 2, scans=False)))
+
+    assert alone == in_stages
+
+
 def test_a_page_of_other_devices_is_of_no_use():
     _, config = load_checkpoint(BUNDLED_MODEL)
     devices = jax.devices()[:1]
@@ -72,6 +81,14 @@ def test_a_text_follows_from_the_devices_that_share_the_model():
 
     assert one == text_identity()
     assert two == one | {"parallelism": "Parallelism(tensor=2, experts=1)"}
+    stages = text_identity(parallelism=Parallelism(stages=2))
+    assert stages == one | {"parallelism": "Parallelism(tensor=1, experts=1, stages=2)"}
+
+
+def test_a_text_with_rounded_pages_follows_from_their_size():
+    small, large = (text_identity(cache_dtype="int2", page_size=size) for size in (32, 128))
+
+    assert {aspect for aspect in small if small[aspect] != large[aspect]} == {"rounded pages"}
 
 
 def test_a_text_does_not_depend_on_the_number_of_replicas():
