@@ -14,7 +14,7 @@ from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.frontend import page_identity
 from jaxinfer.model.stages import for_stages
 from jaxinfer.parallel.placement import Placement
-from jaxinfer.plan.cache import MemoryQuestion
+from jaxinfer.plan.cache import MemoryQuestion, model_of_engine
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices are named by their kind")
 
@@ -96,8 +96,8 @@ def test_a_text_does_not_depend_on_the_number_of_replicas():
 
 
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
-    checkpoint = Checkpoint(path)
-    question = MemoryQuestion(model=checkpoint.config, config=EngineConfig(**config), dtype=dtype)
+    checkpoint, engine = Checkpoint(path), EngineConfig(**config)
+    question = MemoryQuestion(model=model_of_engine(checkpoint.config, engine), config=engine, dtype=dtype)
     admission, _ = plan_host(checkpoint, question, tokenizer=None)
     return page_identity.text_identity(checkpoint, admission)
 
