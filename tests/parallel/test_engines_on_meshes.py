@@ -303,7 +303,7 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
     results = run_program(NUM_DEVICES, "fewest devices", str(checkpoint))
 
     two, one = results["12000000"], results["40000000"]
-    assert two["parallelism"] == "Parallelism(tensor=2, experts=1, replicas=1, prefill=0)"
+    assert two["parallelism"] == "Parallelism(tensor=2, experts=1, replicas=1, prefill=0, stages=1)"
     (line,) = two["lines"]
     assert "leaves cpu:2, cpu:3 idle" in line
     assert "Parallelism(tensor=4), or --tensor-parallel 4, splits it over 4" in line
@@ -321,7 +321,7 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
         taken = results[name]
         assert taken == {"parallelism": f"Parallelism(tensor={split})", "lines": [], "tokens": results["tokens"]}
     assert results["left"] == {
-        "parallelism": "Parallelism(tensor=3, experts=1, replicas=1, prefill=0)",
+        "parallelism": "Parallelism(tensor=3, experts=1, replicas=1, prefill=0, stages=1)",
         "lines": ["1 of the 4 devices stay idle: each replica has 3"],
     }
     (line,) = results["too few"]
@@ -338,8 +338,8 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
         "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
         "tensor=8": (
-            "Parallelism(tensor=8, experts=1, replicas=1, prefill=0) needs 8 devices, and this process has 4; change"
-            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
+            "Parallelism(tensor=8, experts=1, replicas=1, prefill=0, stages=1) needs 8 devices, and this process has 4;"
+            " change EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --stages, --replicas)"
         ),
         "groups": (
             "tensor=2 cannot split the 1 groups of inputs that share a scale in the 4-bit weight .layers[0].mixer.o;"
@@ -347,15 +347,17 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         ),
         "devices": ("devices must be 2 different devices of this process, for EngineConfig.parallelism has 2"),
         "replicas=3": (
-            "Parallelism(tensor=2, experts=1, replicas=3, prefill=0) needs 6 devices, and this process has 4; change"
-            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
+            "Parallelism(tensor=2, experts=1, replicas=3, prefill=0, stages=1) needs 6 devices, and this process has 4;"
+            " change EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --stages, --replicas)"
         ),
         "drafts": (
             "speculation='ngram' drafts for one replica, and EngineConfig.parallelism has replicas=2; leave out one of"
             " the two"
         ),
         "explicit axes": "use automatic ones: Mesh(devices, axis_names)",
-        "unknown axis": "mesh has the axis 'data', over which nothing is split; axes of a mesh are experts and model",
+        "unknown axis": (
+            "mesh has the axis 'data', over which nothing is split; axes of a mesh are experts and model and stages"
+        ),
     }
 
 
