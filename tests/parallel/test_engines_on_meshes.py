@@ -319,7 +319,7 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
         "of two": "2, experts=1, replicas=2, prefill=1",
     }.items():
         taken = results[name]
-        assert taken == {"parallelism": f"Parallelism(tensor={split})", "lines": [], "tokens": results["tokens"]}
+        assert taken == {"parallelism": f"Parallelism(tensor={split}, stages=1)", "lines": [], "tokens": results["tokens"]}
     assert results["left"] == {
         "parallelism": "Parallelism(tensor=3, experts=1, replicas=1, prefill=0, stages=1)",
         "lines": ["1 of the 4 devices stay idle: each replica has 3"],
