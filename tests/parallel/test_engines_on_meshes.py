@@ -318,8 +318,8 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
         "all": "1, experts=1, replicas=4, prefill=0",
         "of two": "2, experts=1, replicas=2, prefill=1",
     }.items():
-        taken = results[name]
-        assert taken == {"parallelism": f"Parallelism(tensor={split}, stages=1)", "lines": [], "tokens": results["tokens"]}
+        parallelism = f"Parallelism(tensor={split}, stages=1)"
+        assert results[name] == {"parallelism": parallelism, "lines": [], "tokens": results["tokens"]}
     assert results["left"] == {
         "parallelism": "Parallelism(tensor=3, experts=1, replicas=1, prefill=0, stages=1)",
         "lines": ["1 of the 4 devices stay idle: each replica has 3"],
