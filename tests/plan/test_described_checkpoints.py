@@ -31,7 +31,7 @@ STATED: dict[str, dict[str, Any]] = {
     "fp8 of experts": {"scale_type": torch.float32},
 }
 # compressed-tensors has scales in the model's type.
-DTYPES = {name: "bfloat16" for name in CASES if name == "compressed of experts" or name.startswith("compressed fp8")}
+DTYPES = {name: "bfloat16" for name in CASES if name.startswith(("compressed of", "compressed fp8"))}
 
 
 def shapes_of(params: Any) -> Any:
