@@ -31,7 +31,8 @@ STATED: dict[str, dict[str, Any]] = {
     "fp8 of experts": {"scale_type": torch.float32},
 }
 # compressed-tensors has scales in the model's type.
-DTYPES = {name: "bfloat16" for name in CASES if name.startswith(("compressed of", "compressed fp8"))}
+IN_BFLOAT16 = ("compressed of 2 bits", "compressed of 3 bits", "compressed of experts", "compressed fp8")
+DTYPES = {name: "bfloat16" for name in CASES if name.startswith(IN_BFLOAT16)}
 
 
 def shapes_of(params: Any) -> Any:
