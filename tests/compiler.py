@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.checkpoint import checkpoint
-from jaxinfer.checkpoint.making import assemblies
+from jaxinfer.checkpoint.making import assemblies, grouping
 from jaxinfer.engine.execution import warm_up
 
 # XLA ends a process for a flag that it does not know; the emitters are no option from 0.11 on.
@@ -55,7 +55,7 @@ def products_joined() -> contextlib.AbstractContextManager[None]:
 
 def integers_as_on_tpu() -> contextlib.AbstractContextManager[None]:
     """Packed weights that are loaded meanwhile lie as on TPU."""
-    return _answered("packs_integers", False, checkpoint, assemblies)
+    return _answered("packs_integers", False, checkpoint, assemblies, grouping)
 
 
 @contextlib.contextmanager
