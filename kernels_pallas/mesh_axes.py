@@ -43,9 +43,14 @@ def names_of(axes: Axes) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else axes
 
 
+def num_stages(mesh: Mesh | AbstractMesh | None) -> int:
+    """Returns the number of stages of a mesh, 1 for none."""
+    return 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
+
+
 def devices_per_stage(mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of devices that share each layer."""
-    return mesh.size // mesh.shape.get(STAGES_AXIS, 1)
+    return mesh.size // num_stages(mesh)
 
 
 def over_devices(

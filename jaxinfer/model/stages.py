@@ -28,7 +28,7 @@ from jaxinfer.model.components.mixer_inputs import StepContext
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, PlacedGroup
 from jaxinfer.model.layer_parts import Pool, source_of
-from kernels_pallas.mesh_axes import STAGES_AXIS, devices_per_stage, dividing_axes
+from kernels_pallas.mesh_axes import STAGES_AXIS, devices_per_stage, num_stages
 
 # Below this number of tokens a part takes no less time: its stage reads all its weights for any of them.
 MIN_PART = 128
@@ -45,11 +45,6 @@ class Parts:
     def at(self, index: Any) -> Parts:
         """Returns the part i32[]."""
         return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), self)
-
-
-def num_stages(mesh: Mesh | AbstractMesh | None) -> int:
-    """Returns the number of stages of a mesh, 1 for none."""
-    return 1 if mesh is None else mesh.shape.get(STAGES_AXIS, 1)
 
 
 def are_shared(group: LayerGroup | PlacedGroup, mesh: Mesh | AbstractMesh) -> bool:
@@ -145,11 +140,10 @@ def cut_step(
         return None
     M = num_parts_of(batch.tokens.shape[0], count) if slots is None and tree_mask is None else 1
     parts = (_cut_rows if q_len == 1 else _cut_tokens)(batch, M)
-    if M == 1 and kind is not None and slots is None:
-        slots = state_slots(batch, page_size, kind)
-    if M == 1:
-        return Parts(parts, *jax.tree.map(lambda array: array[None], (slots, tree_mask)))
-    return Parts(parts, None if kind is None else jax.vmap(lambda own: state_slots(own, page_size, kind))(parts))
+    slots, tree_mask = jax.tree.map(lambda array: array[None], (slots, tree_mask))
+    if kind is not None and slots is None:
+        slots = jax.vmap(lambda own: state_slots(own, page_size, kind))(parts)
+    return Parts(parts, slots, tree_mask)
 
 
 def num_parts_of(num_tokens: int, count: int) -> int:
@@ -248,16 +242,8 @@ def run_in_stages(
         return _of_last_stage(out, s == S - 1), pools
 
     whole, split = PartitionSpec(), PartitionSpec(STAGES_AXIS)
-    # Axes of one device too, or kernels would need a `shard_map` of their own.
-    axes = {*mesh.axis_names} if own_mesh is None else {STAGES_AXIS}
-    run_stages: Any = jax.shard_map(
-        stage,
-        mesh=mesh,
-        in_specs=(split, split, split, split, whole, whole, whole),
-        out_specs=(whole, split),
-        axis_names=axes,
-        check_vma=False,  # kernels are opaque to it
-    )
+    specs = (split, split, split, split, whole, whole, whole)
+    run_stages = _over_stages(stage, mesh, in_specs=specs, out_specs=(whole, split))
     of_parts = jax.tree.map(lambda array: _apart(array, M), (x, context.angles))
     if numbers is not None:
         numbers = numbers.reshape(*numbers.shape[:2], M, -1, numbers.shape[-1])
@@ -267,17 +253,23 @@ def run_in_stages(
 
 def in_stages(change: Callable[..., Pool], mesh: Mesh | None, pool: Pool, num_layers: int, *arrays: jax.Array) -> Pool:
     """Returns change(pool, num_layers, *arrays) for a pool of n layers, each stage for its own layers."""
-    axis = None if mesh is None else dividing_axes(num_layers, mesh, (STAGES_AXIS,))
-    if mesh is None or axis is None:
+    if mesh is None or num_stages(mesh) == 1 or num_layers % num_stages(mesh):
         return change(pool, num_layers, *arrays)
-    split, own = PartitionSpec(axis), num_layers // mesh.shape[axis]
-    axes = {*mesh.axis_names} if stage_mesh(mesh) is None else {STAGES_AXIS}
-    specs: dict[str, Any] = {"in_specs": (split, PartitionSpec()), "out_specs": split, "axis_names": axes}
+    split, own = PartitionSpec(STAGES_AXIS), num_layers // num_stages(mesh)
 
     def change_own(pool: Pool, arrays: tuple[jax.Array, ...]) -> Pool:
         return change(pool, own, *arrays)
 
-    return jax.shard_map(change_own, mesh=mesh, check_vma=False, **specs)(pool, arrays)
+    return _over_stages(change_own, mesh, in_specs=(split, PartitionSpec()), out_specs=split)(pool, arrays)
+
+
+def _over_stages(function: Callable[..., Any], mesh: Mesh, *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Returns the function by which each stage computes with its own parts of the arguments."""
+    # Axes of one device too, or kernels would need a `shard_map` of their own.
+    axes = {*mesh.axis_names} if devices_per_stage(mesh) == 1 else {STAGES_AXIS}
+    specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs, "axis_names": axes}
+    # Kernels are opaque to the replication check.
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
 
 
 def stage_mesh(mesh: Mesh) -> Mesh | None:
