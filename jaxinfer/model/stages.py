@@ -47,7 +47,7 @@ class Parts:
         return jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, keepdims=False), self)
 
 
-def are_shared(group: LayerGroup | PlacedGroup, mesh: Mesh | AbstractMesh) -> bool:
+def are_shared(group: LayerGroup | PlacedGroup, mesh: Mesh | AbstractMesh | None) -> bool:
     """Returns whether stages of a mesh share the layers of a group; else each device computes its part of all."""
     return num_stages(mesh) > 1 and group.repeats % num_stages(mesh) == 0
 

@@ -13,10 +13,11 @@ from jaxinfer.model.cache import page_arrays, page_bytes
 from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.page_kinds import NUM_EXACT, PageKind, with_open_pages
+from jaxinfer.model.stages import are_shared, num_parts_of
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from jaxinfer.plan.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
-from kernels_pallas.mesh_axes import devices_per_stage
+from kernels_pallas.mesh_axes import devices_per_stage, num_stages
 from kernels_pallas.paged_attention.layout import default_layout
 from kernels_pallas.triton import MISADDRESSED
 
@@ -272,15 +273,28 @@ def guess_step_bytes(question: MemoryQuestion, buckets: Iterable[Bucket]) -> int
     Devices of a mesh share the hidden units, and accelerators the logits. A copy of each row's states of recurrent
     layers counts too.
     """
-    model, placement, platform = question.model, question.placement, question.platform or default_layout()
+    model, mesh, platform = question.model, question.placement.mesh, question.platform or default_layout()
     D, V = model.hidden_size, model.padded_vocab_size * model.has_logits
-    F = max(layer.width for layer, _ in model.stacks)
-    if placement.mesh is not None:
-        F //= placement.mesh.shape.get(MLP_AXIS, 1)
-        V //= 1 if platform == "cpu" else devices_per_stage(placement.mesh)
+    num_shares = 1
+    if mesh is not None:
+        num_shares = mesh.shape.get(MLP_AXIS, 1)
+        V //= 1 if platform == "cpu" else devices_per_stage(mesh)
     states = NUM_STATES.get(platform, NUM_STATES["tpu"])
     recurrent = question.page_bytes(question.page, model.state_kind) if model.is_recurrent else 0
+
+    def hidden_units(bucket: Bucket) -> int:
+        """Returns how many a device holds at once: of a part of the tokens in layers that stages share."""
+        T = bucket.num_tokens
+        part = T if bucket.is_verify else T // num_parts_of(T, num_stages(mesh))  # trees are not cut
+        return max(
+            layer.width // num_shares * (part if are_shared(group, mesh) else T)
+            for group in model.groups
+            for layer in group.layers
+        )
+
     return max(
-        4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + states * D) + bucket.num_rows * recurrent
+        4 * 9 * V * bucket.num_sampled
+        + 4 * (3 * hidden_units(bucket) + bucket.num_tokens * states * D)
+        + bucket.num_rows * recurrent
         for bucket in buckets
     )
