@@ -15,19 +15,19 @@ from jaxinfer.config import AUTO, PLANNED_FIELDS, EngineConfig
 from jaxinfer.xla_options import MEMORY_FRACTION
 
 if TYPE_CHECKING:
-    from jaxinfer.plan import Answer, CompiledStep, DeploymentPlan, Devices, Layout, Rates
+    from jaxinfer.plan import Answer, CompiledStep, DeploymentPlan, Devices, Layout, Rates, StepFigures
 
 OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED_FIELDS)
 EXIT_FAILURE = 1
 TITLES = ("tensor x experts", "parameters", "pages", "tokens", "rows", "decode", "tokens/s", "sums", "prefill")
 NOTE = (
-    "Bounds are rooflines: bytes and FLOPs by the data sheet, {context:,} tokens a row, no launch and no latency; real"
-    " steps take longer. Sums: over devices, in a step."
+    "Bounds are rooflines: bytes and FLOPs by the data sheet, {context:,} tokens a row, no launch and no latency{but};"
+    " real steps take longer. Sums: over devices, in a step."
 )
 UNEXPECTED = "not measured on this device"
 MAX_ROWS = 6  # of the table
 MAX_LISTED = 6  # splits in a line of those that do not fit
-EXAMPLES = "v5e-8, v5litepod-8, v6e-8, v5p-64, tpu7x-8, L4, RTX4090, 4xH100, H200x4"
+EXAMPLES = "v5e-8, v5litepod-8, v6e-8, v5p-64, tpu7x-8, L4, RTX4090, 4xH100, H200x4, 2xv5e-8 on two hosts"
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -52,18 +52,21 @@ def add_options(command: argparse.ArgumentParser) -> None:
     own.add_argument("--bandwidth", **rate, help="bytes a second of its memory, such as 5.3TB or 5.3e12")
     own.add_argument("--flops", type=float, metavar="RATE", help="FLOPs a second in 16 bits without sparsity, as 9e14")
     own.add_argument("--link-bandwidth", **rate, help="bytes a second to the other devices, if there are several")
+    link = {"type": reader(_read_link, "RATE,LATENCY"), "metavar": "RATE,LATENCY"}
+    own.add_argument("--host-link", **link, help="bytes a second and latency between hosts, such as 25GB,50us")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan and returns 0, or 1 if the model does not fit or its steps cannot be compiled."""
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer.device import resolve_dtype
-    from jaxinfer.plan import compile_plan, parse_devices, plan_deployment
+    from jaxinfer.plan import HostLink, compile_plan, parse_devices, plan_deployment
     from jaxinfer.plan.short_answer import LOAD_BYTES_PER_SECOND, answer
 
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
     rates = {"bandwidth": arguments.bandwidth, "flops": arguments.flops, "link_bytes": arguments.link_bandwidth}
-    devices = parse_devices(arguments.device, memory_bytes=config.memory_bytes, **rates)
+    link = None if arguments.host_link is None else HostLink(**arguments.host_link)
+    devices = parse_devices(arguments.device, memory_bytes=config.memory_bytes, host_link=link, **rates)
     options = {"dtype": dtype, "context": arguments.context, "prompt": arguments.prompt}
     num_replicas, plan = _plan_replicas(
         arguments.num_replicas, devices, lambda each: plan_deployment(arguments.model, each, config, **options)
@@ -138,10 +141,11 @@ def describe_plan(
         yield _refusal(plan, config, fewer)
         return
     best = fitting[0]
+    yield from _between_hosts(plan, fitting)
     yield f"Take {_options(plan, best, num_replicas)}{_reason(best, fitting)}."
     yield from _rates(plan, found)
     yield _load(plan, found)
-    yield NOTE.format(context=plan.context)
+    yield NOTE.format(context=plan.context, but=" but that of hosts" if plan.devices.num_hosts > 1 else "")
     yield _sentence(plan, found)
 
 
@@ -203,6 +207,34 @@ def _cells(layout: Layout) -> Iterator[str]:
     yield f"{figure(prefill.tokens_per_second)}/s"
 
 
+def _between_hosts(plan: DeploymentPlan, fitting: Sequence[Layout]) -> Iterator[str]:
+    """Yields what the fastest layout with stages on several hosts, and the one without, take of the link of hosts."""
+    if plan.devices.host_link is None:
+        return
+    on_several = [layout for layout in fitting if layout.num_hosts > 1]
+    kinds = ([layout for layout in on_several if (layout.stages > 1) == has_stages] for has_stages in (False, True))
+    found = [layouts[0] for layouts in kinds if layouts]
+    if found:
+        yield f"Between hosts ({plan.devices.host_link}):"
+    for layout in found:
+        decode, prefill = layout.decode, layout.prefill
+        assert decode is not None
+        assert prefill is not None
+        rows = "row" if layout.num_rows == 1 else f"{layout.num_rows} rows"
+        yield f"  {_name(layout)}: a decode step of {rows} {_sent(layout, decode)};"
+        yield f"  {' ' * len(_name(layout))}  a prefill step of {prefill.num_tokens:,} tokens {_sent(layout, prefill)}."
+
+
+def _sent(layout: Layout, step: StepFigures) -> str:
+    """Returns what a step sends between hosts, and how long a stage waits."""
+    times = f"{figure(1e3 * step.host_seconds)} of {figure(1e3 * step.seconds)} ms"
+    sent = f"{figure(step.host_bytes / 1e6)} MB a host, {times}"
+    if layout.stages == 1:
+        return f"sends {step.num_messages} sums, {sent}"
+    parts = "1 part" if step.num_parts == 1 else f"{step.num_parts} parts"
+    return f"takes {step.num_ticks} ticks for {parts} ({step.idle_part:.0%} idle), {sent}"
+
+
 def _unfit(layouts: Sequence[Layout]) -> Iterator[str]:
     """Yields a line for the splits that are too small, and one for each reason why a mesh cannot divide the model."""
     small = [layout for layout in layouts if layout.memory is not None]
@@ -224,13 +256,16 @@ def _missing_bytes(layout: Layout) -> int:
 
 
 def _name(layout: Layout) -> str:
-    return f"{layout.tensor}x{layout.experts}"
+    stages = f" in {layout.stages} stages" if layout.stages > 1 else ""
+    return f"{layout.tensor}x{layout.experts}{stages}"
 
 
 def _names(layouts: Sequence[Layout]) -> str:
     names = [_name(layout) for layout in layouts[:MAX_LISTED]]
     more = len(layouts) - len(names)
-    return " ".join(names) + (f" and {more} more" if more > 0 else "")
+    return (", " if any(layout.stages > 1 for layout in layouts) else " ").join(names) + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def _refusal(plan: DeploymentPlan, config: EngineConfig, fewer: Sequence[int]) -> str:
@@ -242,7 +277,8 @@ def _refusal(plan: DeploymentPlan, config: EngineConfig, fewer: Sequence[int]) -
 
 
 def _options(plan: DeploymentPlan, best: Layout, num_replicas: int) -> str:
-    options = f"--tensor-parallel {best.tensor} --expert-parallel {best.experts}"
+    options = f"--stages {best.stages} " if best.stages > 1 else ""
+    options += f"--tensor-parallel {best.tensor} --expert-parallel {best.experts}"
     options += f" --replicas {num_replicas}" if num_replicas > 1 else ""
     idle = ((plan.devices.count or 0) - best.num_devices) * num_replicas
     return f"{options}{f', which leaves {idle} devices idle' if idle else ''}"
@@ -304,7 +340,8 @@ def _load(plan: DeploymentPlan, found: Answer) -> str:
 
 
 def _sentence(plan: DeploymentPlan, found: Answer) -> str:
-    used, all_of_them = found.tensor * found.experts * found.num_replicas, found.num_devices
+    used = found.stages * found.tensor * found.experts * found.num_replicas
+    all_of_them = found.num_devices
     count = f"{used} of {all_of_them}" if used < all_of_them else str(used)
     users = "1 user" if found.num_users == 1 else f"{found.num_users} users"
     best = f"{figure(found.bound.tokens_per_second_each)} tokens/s{' each' if found.num_users > 1 else ''} at best"
@@ -328,3 +365,12 @@ def _read_rate(text: str) -> float:
         return float(text)
     except ValueError:
         return float(read_size(text))
+
+
+def _read_link(text: str) -> dict[str, float]:
+    rate, _, latency = text.partition(",")
+    number, unit = latency.strip().removesuffix("s"), 1.0
+    for prefix, seconds in (("u", 1e-6), ("\u00b5", 1e-6), ("m", 1e-3)):
+        if number.endswith(prefix) and latency.strip().endswith("s"):
+            number, unit = number[:-1], seconds
+    return {"bytes_per_second": _read_rate(rate), "latency_seconds": float(number) * unit}

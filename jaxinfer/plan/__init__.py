@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.plan.compiler import CompiledStep
     from jaxinfer.plan.deployment import DeploymentPlan, Layout, compile_plan, plan_deployment
-    from jaxinfer.plan.devices import CHIPS, Chip, Devices, parse_devices
+    from jaxinfer.plan.devices import CHIPS, Chip, Devices, HostLink, parse_devices
     from jaxinfer.plan.roofline import StepFigures
     from jaxinfer.plan.short_answer import Answer, Rates, answer
 
@@ -15,7 +15,7 @@ _MODULES = {
     **dict.fromkeys(("Answer", "Rates", "answer"), "short_answer"),
     "CompiledStep": "compiler",
     **dict.fromkeys(("DeploymentPlan", "Layout", "compile_plan", "plan_deployment"), "deployment"),
-    **dict.fromkeys(("CHIPS", "Chip", "Devices", "parse_devices"), "devices"),
+    **dict.fromkeys(("CHIPS", "Chip", "Devices", "HostLink", "parse_devices"), "devices"),
     "StepFigures": "roofline",
 }
 
@@ -26,6 +26,7 @@ __all__ = [
     "CompiledStep",
     "DeploymentPlan",
     "Devices",
+    "HostLink",
     "Layout",
     "Rates",
     "StepFigures",

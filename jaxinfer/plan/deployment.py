@@ -39,12 +39,14 @@ from jaxinfer.plan.memory import MemoryPlan, num_bytes, num_elements, usable_pag
 from jaxinfer.plan.roofline import Split, StepFigures, experts_of, prompt_seconds, step_figures
 from jaxinfer.plan.step_shapes import max_batched_tokens, max_rows
 from jaxinfer.validation import shown
+from kernels_pallas.mesh_axes import STAGES_AXIS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A model split over some devices: heads and networks in `tensor` parts, experts in `experts` groups.
 
+    * `stages`: groups of these devices, each with a part of the layers. `num_hosts`: on which all of them lie.
     * `refusal`: why it does not fit; None if it does.
     * `memory`: the plan of each device; None if the model cannot be split so.
     * `num_tokens`: that all pages hold.
@@ -56,6 +58,8 @@ class Layout:
 
     tensor: int
     experts: int
+    stages: int = 1
+    num_hosts: int = 1
     refusal: str | None = None
     memory: MemoryPlan | None = None
     num_tokens: int = 0
@@ -67,12 +71,13 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        return self.tensor * self.experts
+        return self.stages * self.tensor * self.experts
 
     @property
     def axes(self) -> dict[str, int]:
         """The sizes of the axes of its mesh."""
-        return {EXPERTS_AXIS: self.experts, MLP_AXIS: self.tensor}
+        stages = {STAGES_AXIS: self.stages} if self.stages > 1 else {}
+        return {**stages, EXPERTS_AXIS: self.experts, MLP_AXIS: self.tensor}
 
     @property
     def placement(self) -> Placement:
@@ -111,7 +116,7 @@ class DeploymentPlan:
     def best(self) -> Layout | None:
         """The layout that fits and decodes most tokens a second by the roofline; None if none fits.
 
-        Of those that are equally fast it has the fewest devices, then the fewest groups of experts.
+        Of those that are equally fast it has the fewest devices, then the fewest groups of experts, then of stages.
         """
         return next((layout for layout in self.layouts if layout.refusal is None), None)
 
@@ -126,13 +131,15 @@ class DeploymentPlan:
 class _Question:
     """A model with the limits, the device and the lengths for which each of its layouts is planned.
 
-    * `memory`: the model, its layers in stacks that a scan can have, on one device.
+    * `memory`: the model on one device.
+    * `grouped`: the model with its layers in stacks that a scan can have, for a layout.
     * `weights`: the abstract parameters of the model on some mesh, in floating point and as they lie on the device.
     """
 
     memory: MemoryQuestion
+    grouped: Callable[[Layout], ModelConfig]
     weights: Callable[[ModelConfig], tuple[Params, Params]]
-    chip: Chip
+    devices: Devices
     context: int
     prompt: int
 
@@ -166,18 +173,21 @@ def plan_deployment(
     described = model_of_engine(checkpoint.config, config)
     longest = resolve_max_model_len(described, config)
     context, prompt = (_checked_length(name, n, longest) for name, n in (("context", context), ("prompt", prompt)))
-    described = checkpoint.grouped(described, scans=True)
+
+    def grouped(layout: Layout) -> ModelConfig:
+        mesh = layout.placement.mesh
+        return over_mesh(checkpoint.grouped(described, scans=True, mesh=mesh), mesh)
 
     @cache  # most meshes have one and the same
     def weights(model: ModelConfig) -> tuple[Params, Params]:
         options: dict[str, Any] = {"quantization": config.quantization, "is_packed": chip.platform != "tpu"}
         return abstract_params(model, dtype), checkpoint.abstract_params(model, dtype, **options)
 
-    numbers, _ = weights(described)  # refuses a quantization of packed weights
+    numbers, _ = weights(checkpoint.grouped(described, scans=True))  # refuses a quantization of packed weights
     lengths = {"context": context, "prompt": prompt}
     memory = MemoryQuestion(model=described, config=config, dtype=dtype, platform=chip.platform)
     check_open_pages(memory)
-    question = _Question(memory=memory, weights=weights, chip=chip, **lengths)
+    question = _Question(memory=memory, grouped=grouped, weights=weights, devices=devices, **lengths)
     count, layouts = _fewest(question, chip.counts if devices.count is None else (devices.count,))
     return DeploymentPlan(
         model=str(model),
@@ -210,8 +220,9 @@ def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> di
     require_compiler(chip.name, chip.platform, layout.num_devices)
     checkpoint = _described(plan.model)
     model = model_of_engine(checkpoint.config, config)
-    model = checkpoint.grouped(model, scans=chip.platform != "gpu")
-    split = over_mesh(model, layout.placement.mesh)
+    mesh = layout.placement.mesh
+    model = checkpoint.grouped(model, scans=chip.platform != "gpu", mesh=mesh)
+    split = over_mesh(model, mesh)
     weights: dict[str, Any] = {"dtype": plan.dtype, "param_bytes": layout.memory.resident_bytes}
     devices: dict[str, Any] = {"placement": layout.placement, "platform": chip.platform}
     question, cache, _ = _plan_memory(MemoryQuestion(model=split, config=config, **weights, **devices), chip)
@@ -281,33 +292,48 @@ def _checked_length(name: str, number: int | None, longest: int) -> int:
 
 
 def _order(layout: Layout) -> tuple[float, ...]:
-    return (layout.refusal is not None, -layout.rate, layout.num_devices, layout.experts)
+    return (layout.refusal is not None, -layout.rate, layout.num_devices, layout.experts, layout.stages)
 
 
-def _splits(config: ModelConfig, count: int) -> Iterator[tuple[int, int]]:
-    """Yields (tensor, experts) for each number of devices that divides their count; a dense model has experts=1."""
+def _splits(config: ModelConfig, devices: Devices) -> Iterator[Layout]:
+    """Yields the layouts of each number of devices that divides their count; a dense model has experts=1.
+
+    They lie on whole hosts, or on a part of one. Stages have whole hosts.
+    """
     has_experts = any(experts_of(layer) is not None for layer in config.layers)
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    count, per_host = devices.count or 1, devices.per_host or 1
+    divisors = _divisors(count)
     for used in divisors:
-        yield from ((used // n, n) for n in divisors if used % n == 0 and (n == 1 or has_experts))
+        if per_host % used and used % per_host:
+            continue
+        num_hosts = max(used // per_host, 1)
+        for stages in _divisors(num_hosts):
+            own = used // stages
+            for experts in (n for n in divisors if own % n == 0 and (n == 1 or has_experts)):
+                yield Layout(stages=stages, tensor=own // experts, experts=experts, num_hosts=num_hosts)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _fewest(question: _Question, counts: tuple[int, ...]) -> tuple[int, list[Layout]]:
     """Returns the first number of devices on which a layout fits, else the last, and its layouts."""
     count, layouts = 0, list[Layout]()
     for count in counts:
-        layouts = [_layout(question, *split) for split in _splits(question.memory.model, count)]
+        splits = _splits(question.memory.model, replace(question.devices, count=count))
+        layouts = [_planned(question, layout) for layout in splits]
         if any(layout.refusal is None for layout in layouts):
             break
     return count, layouts
 
 
-def _layout(question: _Question, tensor: int, experts: int) -> Layout:
-    layout = Layout(tensor=tensor, experts=experts)
-    memory, placement, chip, context = question.memory, layout.placement, question.chip, question.context
+def _planned(question: _Question, layout: Layout) -> Layout:
+    """Returns a layout with its figures, or its refusal."""
+    memory, placement, chip, context = question.memory, layout.placement, question.devices.chip, question.context
     try:
         refuse_undivided(memory.model, layout.axes)
-        model = over_mesh(memory.model, placement.mesh)
+        model = question.grouped(layout)
         numbers, params = (placement.params(model, tree) for tree in question.weights(model))
     except ValueError as error:
         return replace(layout, refusal=str(error))
@@ -321,7 +347,16 @@ def _layout(question: _Question, tensor: int, experts: int) -> Layout:
     window = model.page_kinds[0].window
     if layout.num_tokens < (context if window is None else min(context, window)):
         return replace(layout, refusal=f"pages for {layout.num_tokens:,} tokens, fewer than the {context:,} of a row")
-    split = Split(memory=memory, params=params, numbers=numbers, tensor=tensor, experts=experts)
+    split = Split(
+        memory=memory,
+        params=params,
+        numbers=numbers,
+        tensor=layout.tensor,
+        experts=layout.experts,
+        stages=layout.stages,
+        num_hosts=layout.num_hosts,
+        host_link=question.devices.host_link,
+    )
     figures = partial(step_figures, split, chip)
     rows = max(min(max_rows(config), layout.num_tokens // context), 1)
     most = min(max_batched_tokens(config), memory.max_model_len)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxinfer.validation import shown
+from jaxinfer.validation import require_positive, require_real, shown
 from jaxinfer.xla_options import MEMORY_FRACTION
 from kernels_pallas.device import DataSheet, data_sheet
 
@@ -119,27 +119,61 @@ ALIASES = {
 WAYS_TO_COUNT = "with its number, such as v6e-8, H200x4 or 4xH100"
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostLink:
+    """What a host and another send each other: bytes in a second one way, and the seconds that any message takes."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+    def __post_init__(self) -> None:
+        require_positive("bytes_per_second", self.bytes_per_second)
+        require_real("latency_seconds", self.latency_seconds, 0)
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second / 1e9:,.4g} GB/s, {self.latency_seconds * 1e6:,.4g} us"
+
+
 @dataclass(frozen=True)
 class Devices:
-    """A number of equal devices that reach each other directly; None: as few as hold the model."""
+    """A number of equal devices; None: as few as hold the model.
+
+    They lie in equal parts on `num_hosts` machines or slices of TPUs, which reach each other by a `host_link`. Those of
+    one host reach each other directly.
+    """
 
     chip: Chip
     count: int | None = 1
+    num_hosts: int = 1
+    host_link: HostLink | None = None
+
+    @property
+    def per_host(self) -> int | None:
+        return None if self.count is None else self.count // self.num_hosts
 
     def __str__(self) -> str:
-        return self.chip.name if self.count is None else f"{self.count} x {self.chip.name}"
+        hosts = f"{self.num_hosts} hosts of " if self.num_hosts > 1 else ""
+        return self.chip.name if self.count is None else f"{hosts}{self.per_host} x {self.chip.name}"
 
     def of_each(self, num_replicas: int) -> Devices:
-        """Returns the devices of each replica; ValueError if they are not enough, or are left over."""
+        """Returns the devices of each replica; ValueError if they are not enough, or are left over.
+
+        A replica has whole hosts, or a part of one.
+        """
         if num_replicas >= 1 and self.count is None:
             return self
-        if num_replicas < 1 or self.count is None or self.count % num_replicas:
-            count = self.count or 1
-            working = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+        count, hosts = self.count or 1, self.num_hosts
+        fitting = [n for n in range(1, count + 1) if count % n == 0 and (n % hosts == 0 or hosts % n == 0)]
+        if num_replicas not in fitting:
+            on_hosts = f" of {hosts} hosts" if hosts > 1 else ""
             raise ValueError(
-                f"replicas={num_replicas} cannot share {count} devices evenly; the numbers that can are {working}"
+                f"replicas={num_replicas} cannot share {count} devices{on_hosts} evenly; the numbers that can are"
+                f" {', '.join(map(str, fitting))}"
             )
-        return replace(self, count=self.count // num_replicas)
+        hosts = max(hosts // num_replicas, 1)
+        return replace(
+            self, count=count // num_replicas, num_hosts=hosts, host_link=self.host_link if hosts > 1 else None
+        )
 
 
 def parse_devices(
@@ -149,15 +183,18 @@ def parse_devices(
     bandwidth: float | None = None,
     flops: float | None = None,
     link_bytes: float | None = None,
+    host_link: HostLink | None = None,
 ) -> Devices:
     """Returns what a name such as "v6e-8", "H200x4", "4xH100", "v5litepod-8" or "RTX 4090" stands for.
 
     Without a number they are as few as hold the model. A number behind v4 or v5p counts cores, of which a chip has two,
     as Google's names do. GPUs have up to eight behind a hyphen; the gigabytes of a card stand there too, as in
-    "H100-80". The rates, if given, replace those of the data sheet; a device that is not known needs
-    `memory_bytes`, `bandwidth` and `flops`, and `link_bytes` if there are several. Raises ValueError for other names.
+    "H100-80". A number before all that counts hosts, as in "2xv5e-8", which need a `host_link`. The rates, if given,
+    replace those of the data sheet; a device that is not known needs `memory_bytes`, `bandwidth` and `flops`, and
+    `link_bytes` if there are several. Raises ValueError for other names.
     """
-    name, number = _name_and_number(text)
+    num_hosts, each = _hosts(text)
+    name, number = _name_and_number(each)
     rates = {"memory_bytes": memory_bytes, "bandwidth": bandwidth, "flops": flops, "link_bandwidth": link_bytes}
     for what, value in rates.items():
         if value is not None and not 0 < value < math.inf:
@@ -175,8 +212,28 @@ def parse_devices(
             f"device={shown(text)} is not known; give one of {', '.join(CHIPS)}, {WAYS_TO_COUNT}, or --memory-bytes,"
             " --bandwidth and --flops of yours"
         )
-    _refuse_many_behind_a_hyphen(text, name, chip, number)
-    return Devices(chip, _checked_count(text, chip, number))
+    _refuse_many_behind_a_hyphen(each, name, chip, number)
+    count = _checked_count(each, chip, number)
+    if not 1 <= num_hosts <= MAX_DEVICES // (count or 1):
+        raise ValueError(f"device={shown(text)} has {num_hosts} hosts; give 1 to {MAX_DEVICES // (count or 1)} of them")
+    if (num_hosts > 1) != (host_link is not None):
+        raise ValueError(
+            f"device={shown(text)} has {num_hosts} hosts, and no link between them is given; add --host-link"
+            " RATE,LATENCY, such as 25GB,50us"
+            if host_link is None
+            else f"host_link={host_link} does not go with device={shown(text)}, which is one host; give several, such"
+            f" as 2x{each.strip()}, or leave --host-link out"
+        )
+    return Devices(chip, None if count is None else count * num_hosts, num_hosts, host_link)
+
+
+def _hosts(text: str) -> tuple[int, str]:
+    """Returns the number of hosts, and the name of the devices of each."""
+    before = re.fullmatch(r"(\d{1,6})\s*x\s*(\S.*)", text.strip(), re.ASCII | re.IGNORECASE)
+    if before is None or _known(before[2]) is not None:
+        return 1, text
+    name, number = _name_and_number(before[2])
+    return (1, text) if number is None or _known(name) is None else (int(before[1]), before[2])
 
 
 def _refuse_many_behind_a_hyphen(text: str, name: str, chip: Chip, number: int | None) -> None:

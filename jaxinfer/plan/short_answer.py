@@ -41,6 +41,7 @@ class Answer:
 
     tensor: int
     experts: int
+    stages: int
     num_replicas: int
     num_devices: int
     num_tokens: int
@@ -93,6 +94,7 @@ def answer(
     return Answer(
         tensor=best.tensor,
         experts=best.experts,
+        stages=best.stages,
         num_replicas=num_replicas,
         num_devices=num_devices,
         num_tokens=best.num_tokens * num_replicas,

@@ -16,7 +16,7 @@ from jaxinfer import plan as plans
 from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
 from jaxinfer.plan import compiler
-from jaxinfer.plan.devices import CHIPS, Devices, parse_devices
+from jaxinfer.plan.devices import CHIPS, Devices, HostLink, parse_devices
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.xla_options import MEMORY_FRACTION
 from kernels_pallas.device import data_sheet
@@ -69,10 +69,55 @@ def of(name: str, count: int | None) -> Devices:
         ("H100-8", of("H100", 8)),
         ("H100x80", of("H100", 80)),
         ("v6e-32", of("v6e", 32)),
+        ("1xv5e-8", of("v5e", 8)),
+        ("2xA100-80", of("A100-80GB", 2)),
     ],
 )
 def test_names_of_devices_are_those_of_clouds(name, expected):
     assert parse_devices(name) == expected
+
+
+LINK = HostLink(bytes_per_second=25e9, latency_seconds=50e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "count"),
+    [("2xv5e-8", "v5e", 16), ("2 x H100x1", "H100", 2), ("2x4xH100", "H100", 8), ("2xv5p-64", "v5p", 64)],
+)
+def test_a_number_before_a_name_with_a_number_counts_hosts(name, chip, count):
+    assert parse_devices(name, host_link=LINK) == Devices(CHIPS[chip], count, 2, LINK)
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "message"),
+    [
+        ("2xv5e-8", None, r"'2xv5e-8' has 2 hosts, and no link between them .* --host-link RATE,LATENCY"),
+        ("v5e-8", LINK, r"host_link=25 GB/s, 50 us does not go with device='v5e-8'.* such as 2xv5e-8"),
+        ("0xv5e-8", None, "has 0 hosts; give 1 to 512"),
+        ("513xv5e-8", LINK, "has 513 hosts; give 1 to 512"),
+    ],
+)
+def test_hosts_need_a_link_and_a_link_hosts(name, link, message):
+    with pytest.raises(ValueError, match=message):
+        parse_devices(name, host_link=link)
+
+
+@pytest.mark.parametrize(("rate", "latency"), [(0.0, 0.0), (-1.0, 0.0), (1e9, -1e-6), (float("inf"), 0.0)])
+def test_a_link_that_is_none_is_refused(rate, latency):
+    with pytest.raises(ValueError, match=r"bytes_per_second=|latency_seconds="):
+        HostLink(bytes_per_second=rate, latency_seconds=latency)
+
+
+@pytest.mark.parametrize(("num_replicas", "count", "num_hosts"), [(1, 16, 2), (2, 8, 1), (4, 4, 1)])
+def test_a_replica_has_whole_hosts_or_a_part_of_one(num_replicas, count, num_hosts):
+    each = parse_devices("2xv5e-8", host_link=LINK).of_each(num_replicas)
+
+    assert (each.count, each.num_hosts, each.host_link is None) == (count, num_hosts, num_hosts == 1)
+
+
+def test_replicas_do_not_cut_a_host_in_uneven_parts():
+    with pytest.raises(ValueError, match="replicas=2 cannot share 12 devices of 3 hosts .* are 1, 3, 6, 12"):
+        parse_devices("3x4xH100", host_link=LINK).of_each(2)
 
 
 @pytest.mark.parametrize("name", ["v9-8", "v6e-0", "v6e-99999", "v5p-3", "", "H200x", "x4", "v6e-²"])
@@ -90,7 +135,7 @@ def test_chips_have_the_data_sheets_by_which_kernels_are_planned():
     assert all(data_sheet(chip.kind) in (None, chip.sheet) for chip in CHIPS.values())
 
 
-OWN = {"memory_bytes": 192e9, "bandwidth": 5.3e12, "flops": 1.3e15}
+OWN: dict[str, Any] = {"memory_bytes": 192e9, "bandwidth": 5.3e12, "flops": 1.3e15}
 
 
 def test_any_other_device_is_planned_by_its_own_figures():
@@ -232,6 +277,106 @@ def test_a_split_model_sends_two_sums_a_layer():
     assert layout.decode.link_bytes == pytest.approx((2 * L + 1) * 2 * 3 / 4 * width)
 
 
+# Of Llama 3 70B: the weights of its 80 layers, and of one embedding.
+LAYERS_70B, ENDS_70B = 80 * (2 * 8192 * 64 * 128 + 2 * 8192 * 8 * 128 + 3 * 8192 * 28672), 128256 * 8192
+
+
+def of_hosts(model: str = "Llama-3-70B", **options: Any) -> dict[tuple[int, int], Any]:
+    plan = plan_deployment(model, parse_devices("2xv5e-8", host_link=LINK), **options)
+    return {(layout.stages, layout.tensor): layout for layout in plan.layouts}
+
+
+def test_a_step_in_stages_takes_what_the_formula_says():
+    layout = of_hosts(config=EngineConfig(max_num_seqs=32), context=4096)[2, 8]
+    decode, prefill = layout.decode, layout.prefill
+    keys_and_values = 32 * 4096 * 2 * 8 * 128 * 80 * 2 / 16
+
+    # 32 rows are one part: two ticks, in each of which a stage reads its layers and the pages of the rows.
+    read = 2 * (2 * LAYERS_70B / 16 + keys_and_values) + 2 * ENDS_70B / 8
+    assert decode.bytes_read == pytest.approx(read, rel=1e-3)
+    assert (decode.num_parts, decode.num_ticks, decode.idle_part) == (1, 2, 0.5)
+    assert decode.num_collectives == 2 * 2 * 40 + 1
+    # Two parts handed over, and the last states, by each of 8 devices.
+    width = 32 * 8192 * 2
+    assert (decode.num_messages, decode.host_bytes) == (3, 8 * 3 * width)
+    assert decode.host_seconds == pytest.approx(3 * 50e-6 + 24 * width / 25e9)
+    sums = decode.link_bytes / 2e11
+    assert decode.link_bytes == pytest.approx(161 * 2 * 7 / 8 * width)
+    assert decode.seconds == pytest.approx(read / 819e9 + sums + decode.host_seconds, rel=1e-3)
+
+    # 2,048 tokens are eight parts: nine ticks, each of which multiplies a part by half of the layers.
+    attention = 4 * 64 * 128 * (2049 / 2) * 80
+    flops = 9 / 8 * 2048 * (2 * LAYERS_70B + attention) / 16 + 2 * ENDS_70B / 8
+    assert (prefill.num_tokens, prefill.num_parts, prefill.num_ticks) == (2048, 8, 9)
+    assert prefill.flops == pytest.approx(flops, rel=1e-3)
+    assert (prefill.num_collectives, prefill.num_messages) == (9 * 2 * 40 + 1, 9 + 1)
+
+
+def test_sums_over_hosts_wait_for_their_link():
+    one, both = (of_hosts("Llama-3-8B", config=EngineConfig(max_num_seqs=32))[key] for key in ((1, 8), (1, 16)))
+
+    assert (one.num_hosts, one.decode.num_messages, one.decode.host_seconds) == (1, 0, 0.0)
+    # Within a host 8 devices add up, and then the two hosts.
+    width = 32 * D * 2
+    assert both.decode.link_bytes == pytest.approx((2 * L + 1) * 2 * 7 / 8 * width)
+    assert (both.decode.num_messages, both.decode.host_bytes) == (2 * L + 1, (2 * L + 1) * width)
+    assert both.decode.host_seconds == pytest.approx((2 * L + 1) * (50e-6 + width / 25e9))
+
+
+def test_stages_have_whole_hosts_and_a_part_of_the_layers_in_memory():
+    layouts = of_hosts()
+
+    assert {*layouts} == {(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (2, 8)}
+    staged = layouts[2, 8]
+    assert staged.memory.resident_bytes == pytest.approx(2 * LAYERS_70B / 16 + 2 * 2 * ENDS_70B / 8, rel=1e-3)
+    assert staged.axes == {"stages": 2, "experts": 1, "model": 8}
+
+
+def test_layers_that_stages_do_not_share_are_passed_once():
+    devices = parse_devices("3xH200x1", host_link=LINK)
+    plan = plan_deployment(LLAMA, devices, EngineConfig(max_num_seqs=32), context=2048)
+    decode = next(layout for layout in plan.layouts if layout.stages == 3).decode
+
+    # Ten layers of each stage are read in three ticks, with the pages of the rows, and two layers once by all.
+    weights = (P - 2 * V * D) / L
+    passes = 3 * 10 + 2
+    read = 2 * (passes * (weights + 32 * 2048 * 2 * K * H) + V * D)
+    assert decode.bytes_read == pytest.approx(read, rel=1e-3)
+    flops = 32 * (passes * (2 * weights + 4 * D * 2048) + 2 * V * D)
+    assert decode.flops == pytest.approx(flops, rel=1e-3)
+
+
+def test_the_command_compares_stages_with_sums_over_hosts(capsys):
+    arguments = ["plan", "Llama-3-70B", "--device", "2xv5e-8", "--host-link", "12.5GB,0.1ms", "--max-num-seqs", "32"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+
+    assert "on 2 hosts of 8 x v5e with" in out
+    assert "\nBetween hosts (12.5 GB/s, 100 us):\n  16x1: a decode step of 32 rows sends 161 sums, " in out
+    assert "\n  8x1 in 2 stages: a decode step of 32 rows takes 2 ticks for 1 part (50% idle), 12.6 MB a host" in out
+    assert "tokens takes 9 ticks for 8 parts (11% idle)" in out
+    assert "Take --stages 2 --tensor-parallel 8 --expert-parallel 1.\n" in out
+    assert "no latency but that of hosts" in out
+    assert "Llama-3-70B fits on 16 v5e with" in out
+
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["answer"]["stages"], plan["layouts"][0]["stages"], plan["layouts"][0]["num_hosts"]) == (2, 2, 2)
+    assert plan["devices"]["host_link"] == {"bytes_per_second": 12.5e9, "latency_seconds": 1e-4}
+
+
+@pytest.mark.parametrize("link", ["25GB", "25GB,", "25GB,x", ",1us", "25GB,1us,2us", "25GB,1hs", "25GB,us"])
+def test_a_link_of_another_form_is_refused(link, capsys):
+    assert main(["plan", LLAMA, "--device", "2xv5e-8", "--host-link", link]) == 2
+    assert "is not of the form RATE,LATENCY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("latency", ["50us", "0.05ms", "5e-5", "5e-5s", "50\u00b5s"])
+def test_latencies_are_read_in_any_unit(latency, capsys):
+    assert main(["plan", LLAMA, "--device", "2xv5e-8", "--host-link", f"25GB,{latency}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"]["host_link"]["latency_seconds"] == pytest.approx(5e-5)
+
+
 def test_random_routing_reaches_the_experts_that_a_step_is_said_to_read():
     rows = 16
     plan = plan_deployment("Qwen3-30B-A3B", of("H200", 1), EngineConfig(max_num_seqs=rows), context=1)
@@ -353,10 +498,13 @@ def test_the_command_prints_a_table_and_json(capsys):
 
 def test_the_page_shows_what_the_command_prints(capsys):
     page = (Path(__file__).parents[2] / "docs/capacity.md").read_text(encoding="utf-8")
-    whole, part = re.findall(r"(?s)```text\n(.*?)```", page)
+    whole, hosts, part = re.findall(r"(?s)```text\n(.*?)```", page)
 
     assert main(["plan", "GPT-OSS-120B", "--device", "H100"]) == 0
     assert capsys.readouterr().out == whole
+    of_hosts = ["--device", "2xv5e-8", "--host-link", "25GB,50us", "--context", "4096", "--max-num-seqs", "32"]
+    assert main(["plan", "Llama-3-70B", *of_hosts]) == 0
+    assert hosts in capsys.readouterr().out
     assert main(["plan", "Qwen3-8B", "--device", "H200x1", "--price", "4"]) == 0
     assert part in capsys.readouterr().out
 
