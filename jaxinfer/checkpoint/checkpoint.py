@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxinfer.checkpoint.config_json.family import Family, embedding_name, is_backbone
+from jaxinfer.checkpoint.config_json.family import Family, embedding_name, is_backbone, is_classifier
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
 from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cache_scales
@@ -34,6 +34,7 @@ from jaxinfer.checkpoint.making.misfits import (
 )
 from jaxinfer.checkpoint.making.reading import REPACKED_BYTES, abstract, assemble
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.state_head import CLASSIFIER_WEIGHT, MODULES_FILE, StateHead, read_state_head
 from jaxinfer.checkpoint.stored import Blocks, Stored
 from jaxinfer.config import require_quantization
 from jaxinfer.device import joins_products, packs_integers, scans_layers
@@ -50,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
 
 
 def name_of(model: str | Path | None) -> str:
@@ -159,6 +159,13 @@ class Checkpoint:
         return read_json(file) if file.is_file() else {}
 
     @cached_property
+    def head(self) -> StateHead:
+        """What the checkpoint computes from the states of a text: vectors, labels or scores."""
+        if self.gguf is not None:
+            return StateHead()
+        return read_state_head(self.path, self.settings, lambda: self.stored, self.config.hidden_size)
+
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a text: generation_config.json's, else config.json's or the GGUF's, else none.
 
@@ -202,7 +209,8 @@ class Checkpoint:
         weights = family.weights_among(stored)
         plan, unread = plan_assembly(config, weights), unread_keys_and_values(config, weights)
         stored = with_prefix(stored, {*expected_shapes(plan), *unread}, family.prefix)
-        own = _without(stored, (*family.skipped, *family.draft_prefixes(self.settings), *unread))
+        of_head = (CLASSIFIER_WEIGHT,) if is_classifier(self.settings) else ()
+        own = _without(stored, (*family.skipped, *family.draft_prefixes(self.settings), *unread, *of_head))
         if config.has_tied_embeddings and plan.embedding.names[0] not in own:
             # The one tensor may have either name.
             names = [name for name in own if name.endswith(UNEMBEDDING)] or plan.embedding.names
@@ -437,7 +445,7 @@ class Checkpoint:
             are_tied = stated is None or all(have_equal_values(stated, tensor) for tensor in unembeddings)
             return config if are_tied else replace(config, has_tied_embeddings=False)
         # Embedding models may state the architecture of the language model that they come from.
-        is_backbone_alone = (embedding is None and unprefixed is not None) or (self.path / SENTENCE_MODULES).is_file()
+        is_backbone_alone = (embedding is None and unprefixed is not None) or (self.path / MODULES_FILE).is_file()
         return replace(config, has_logits=bool(unembeddings) or not is_backbone_alone)
 
 

@@ -16,7 +16,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Subfolders and Mistral's consolidated files hold the same weights once more, in other formats.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
-NOT_DOWNLOADED = ["[!a]*/*", "a[!d]*/*", "consolidated*"]  # all subfolders but additional_chat_templates
+# All subfolders but additional_chat_templates, and the modules of sentence-transformers such as 1_Pooling.
+NOT_DOWNLOADED = ["[!a0-9]*/*", "a[!d]*/*", "[0-9][!_]*/*", "consolidated*"]
 ADAPTER_FILE = "adapter_config.json"
 MISTRAL_FILES = ("params.json", "consolidated.safetensors")
 IMAGE_PARTS = "mmproj"  # begins the names of GGUF files that a model has beside its own, for images

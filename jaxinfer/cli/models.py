@@ -144,6 +144,8 @@ def describe(name: str) -> Iterator[str]:
 
 
 def _facts(checkpoint: Checkpoint, config: ModelConfig, num_bytes: int) -> Iterator[str]:
+    from jaxinfer.checkpoint.config_json.family import is_classifier
+
     yield str(checkpoint.settings.get("model_type"))
     yield _size(config)
     if num_bytes:
@@ -154,14 +156,16 @@ def _facts(checkpoint: Checkpoint, config: ModelConfig, num_bytes: int) -> Itera
     if "vision_config" in checkpoint.settings:
         yield "its text model alone, without images"
     if not config.has_logits:
-        yield "embeddings alone"
+        yield "a classifier" if is_classifier(checkpoint.settings) else "embeddings alone"
 
 
 def _next(name: str, checkpoint: Checkpoint, config: ModelConfig) -> str:
+    from jaxinfer.checkpoint.config_json.family import is_classifier
     from jaxinfer.validation import shown
 
     if not config.has_logits:
-        return f"LLM({shown(name)}).embed([...]) in Python"
+        call = "classify" if is_classifier(checkpoint.settings) else "embed"
+        return f"LLM({shown(name)}).{call}([...]) in Python"
     if _has_chat_template(checkpoint):
         return f"jaxinfer chat {shlex.quote(name)}"
     return f'jaxinfer generate "Once upon a time" --model {shlex.quote(name)}'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAX_SPANS = 1000  # of one plot; an output cell of more makes a browser slow
 MAX_TOKENS = 10_000  # of one view of tokens, for the same reason
@@ -34,6 +34,18 @@ class TokenView:
     tokens: tuple[str, ...]
     log_probs: tuple[float, ...]  # of the tokens
     alternatives: tuple[tuple[tuple[str, float], ...], ...]  # per token its alternatives with log-probabilities
+
+    @classmethod
+    def of(cls, completion: Any, text_of: Callable[[int], str]) -> TokenView:
+        """Returns the tokens of a completion; `text_of` returns the text of a token id."""
+        return cls(
+            tokens=tuple(map(text_of, completion.token_ids)),
+            log_probs=completion.log_probs,
+            alternatives=tuple(
+                tuple((text_of(token_id), value) for token_id, value in listed.items())
+                for listed in completion.top_log_probs
+            ),
+        )
 
     def __str__(self) -> str:
         return "".join(self.tokens)

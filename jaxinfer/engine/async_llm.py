@@ -22,13 +22,12 @@ from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.fair_threads import FairThreads
 from jaxinfer.engine.frontend.admission import ONE_TOKEN, Prompt, RequestOptions, check_names
 from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Conversation, Rendering, render_chats
-from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
+from jaxinfer.engine.frontend.embeddings import Reading, StateReader, begin_pooling, states_of
 from jaxinfer.engine.frontend.sample_group import CompletionCollector, SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.sampling.processors import LogitsProcessor
-from jaxinfer.validation import MAX_INT, as_bool, require, require_int, require_name
+from jaxinfer.validation import MAX_INT, require, require_int
 
 T = TypeVar("T")
 # Threads that check, render and tokenize prompts, and others that compile structures: no other prompt waits for these.
@@ -259,17 +258,55 @@ class AsyncLLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = "last",
+        pooling: str | None = None,
         normalize: bool = True,
         **options: Unpack[RequestOptions],
     ) -> np.ndarray:
-        """Returns a vector for each prompt, f32[len(prompts), hidden_size]: see `LLM.embed`."""
-        require_name("pooling", pooling, POOLINGS)
-        normalize = as_bool("normalize", normalize)
-        groups = await self._admitted(prompts, ONE_TOKEN, options)
-        poolings = [begin_pooling(samples, pooling) for samples in groups]
-        completions = await self._complete(groups)
-        return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
+        """Returns a vector for each prompt, f32[len(prompts), vector_size]: see `LLM.embed`."""
+        return await self.read(lambda reader: reader.embedding(prompts, pooling, normalize), **options)
+
+    async def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, activate: bool = True, **options: Unpack[RequestOptions]
+    ) -> np.ndarray:
+        """Returns a number for each label of a classifier, f32[len(prompts), labels]: see `LLM.classify`."""
+        return await self.read(lambda reader: reader.classification(prompts, activate), **options)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        chat_template: str | None = None,
+        answer_tokens: Sequence[str] | None = None,
+        activate: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> np.ndarray:
+        """Returns how well each document answers its query, f32[len(documents)]: see `LLM.score`."""
+        how = {"instruction": instruction, "chat_template": chat_template, "answer_tokens": answer_tokens}
+        return await self.read(lambda reader: reader.scoring(queries, documents, activate=activate, **how), **options)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels of `classify`; () for a model that is no classifier."""
+        return self._engine.reader.labels
+
+    async def read(
+        self,
+        prepare: Callable[[StateReader], Reading],
+        on_admitted: Callable[[list[int]], object] = lambda _: None,
+        **options: Unpack[RequestOptions],
+    ) -> np.ndarray:
+        """Returns what is read from the states of texts; threads prepare them, and read their states.
+
+        `on_admitted` gets the numbers of tokens of the prompts before they are computed.
+        """
+        on_thread = partial(self._on_thread, self._admitting, options.get("tenant", ""))
+        reading = await on_thread(partial(prepare, self._engine.reader))
+        groups = await self._admitted(reading.prompts, ONE_TOKEN, options)
+        on_admitted([samples.requests[0].num_prompt_tokens for samples in groups])
+        poolings = [begin_pooling(samples, reading.pooling) for samples in groups]
+        return await on_thread(partial(reading.result, states_of(await self._complete(groups), poolings)))
 
     async def _admitted(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, options: RequestOptions

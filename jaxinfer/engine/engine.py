@@ -35,6 +35,7 @@ from jaxinfer.engine.frontend.admission import (
     refusals_of,
 )
 from jaxinfer.engine.frontend.branches import Branches
+from jaxinfer.engine.frontend.embeddings import StateReader
 from jaxinfer.engine.frontend.guard import FAILURE_NOTE, Lifecycle, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
 from jaxinfer.engine.frontend.page_identity import describe_dtype, text_identity
@@ -116,6 +117,7 @@ class Engine:
         self._ids = itertools.count()
         self.on_step: Callable[[Step, float], None] | None = None  # gets each step and its seconds
         self._branches = self._make_branches()
+        self.reader = StateReader(self._checkpoint, self.model_config, self.tokenizer, lambda: self._runners[0].params)
 
     def __repr__(self) -> str:
         return f"<Engine {self.description}>"

@@ -7,8 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxinfer.display.progress import Bar
+import numpy as np
+
+from jaxinfer.display.progress import Bar, is_shown
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, RequestOptions
+from jaxinfer.engine.frontend.embeddings import Reading, begin_pooling, states_of
 from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import CompletionCollector, SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -96,6 +100,13 @@ class GuardedEngine:
                 for samples in groups:
                     self._engine.drop(samples.request_id)
         return collector.completions()
+
+    def read(self, reading: Reading, show_progress: bool | None, options: RequestOptions) -> np.ndarray:
+        """Returns what is read from the states of texts."""
+        show_progress = is_shown(show_progress)
+        groups = self._engine.admit_all(reading.prompts, ONE_TOKEN, **options)
+        poolings = [begin_pooling(samples, reading.pooling) for samples in groups]
+        return reading.result(states_of(self.collect(groups, show_progress), poolings))
 
     def _advance(self) -> None:
         self._guard.run_deferred()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import html
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -22,20 +21,18 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import ONE_TOKEN, Prompt, RequestOptions, as_prompts
+from jaxinfer.engine.frontend.admission import Prompt, RequestOptions, as_prompts
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.frontend.chats import Conversation, render_chats
-from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.outputs import DeltaBuffer
 from jaxinfer.engine.guarded_engine import GuardedEngine
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
-from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, require_name, require_real
+from jaxinfer.validation import as_path, is_int, require, require_int, require_real
 
 
 class LLM:
@@ -180,16 +177,7 @@ class LLM:
         """
         self._engine.check()
         require(isinstance(completion, Completion), "completion", completion, "a Completion")
-        tokenizer = self.tokenizer
-        text_of = str if tokenizer is None else tokenizer.text_of
-        return TokenView(
-            tokens=tuple(map(text_of, completion.token_ids)),
-            log_probs=completion.log_probs,
-            alternatives=tuple(
-                tuple((text_of(token_id), value) for token_id, value in listed.items())
-                for listed in completion.top_log_probs
-            ),
-        )
+        return TokenView.of(completion, str if self.tokenizer is None else self.tokenizer.text_of)
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
@@ -383,28 +371,71 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling: str = "last",
+        pooling: str | None = None,
         normalize: bool = True,
         show_progress: bool | None = None,
         **options: Unpack[RequestOptions],
     ) -> np.ndarray:
-        """Returns a vector for each prompt, text or token ids, f32[len(prompts), hidden_size] in the prompts' order.
+        """Returns a vector for each prompt, text or token ids, f32[len(prompts), vector_size] in the prompts' order.
 
-        The vector is the state of the prompt's last token after the model's final norm. With pooling="mean" it is the
-        mean of the states of all its tokens. `normalize` scales each vector to length 1. The steps that serve requests
-        compute the states, so other requests go on and nothing is compiled. Limits and `options` are as for
-        `generate`, and so is Ctrl-C.
+        The vector is what the checkpoint's modules.json makes of the states after the model's final norm. Without that
+        file, and with pooling="last", it is the state of the prompt's last token; with pooling="mean" it is the mean of
+        the states of all its tokens. `normalize` scales each vector to length 1. The steps that serve requests compute
+        the states, so other requests go on and nothing is compiled. Limits and `options` are as for `generate`, and so
+        is Ctrl-C.
 
         Before computing anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if
         there are too many. Raises RuntimeError if a prompt's logits are not finite or its deadline passes.
         """
-        require_name("pooling", pooling, POOLINGS)
-        normalize = as_bool("normalize", normalize)
-        show_progress = is_shown(show_progress)
-        groups = self._engine.admit_all(prompts, ONE_TOKEN, **options)
-        poolings = [begin_pooling(samples, pooling) for samples in groups]
-        completions = self._guarded.collect(groups, show_progress)
-        return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
+        reading = self._engine.reader.embedding(prompts, pooling, normalize)
+        return self._guarded.read(reading, show_progress, options)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        activate: bool = True,
+        show_progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> np.ndarray:
+        """Returns a number for each label of a classifier, f32[len(prompts), labels]; the names are `labels`.
+
+        They are probabilities, of one label among several or of each alone as `problem_type` in config.json says, or
+        logits with activate=False. All else is as for `embed`; no ...ForSequenceClassification is a ValueError too.
+        """
+        reading = self._engine.reader.classification(prompts, activate)
+        return self._guarded.read(reading, show_progress, options)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        chat_template: str | None = None,
+        answer_tokens: Sequence[str] | None = None,
+        activate: bool = True,
+        show_progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> np.ndarray:
+        """Returns how well each document answers its query, f32[len(documents)]; one query may have all documents.
+
+        A classifier of one label scores by it; a language model by the logits of its `answer_tokens`, by default those
+        that modules.json states, else ("yes", "no"); an embedding model by cosines. Scores are from 0 to 1, or logits
+        and their differences with activate=False; cosines are as they are.
+
+        Prompts are rendered by `chat_template`: Jinja that shows the messages of roles query and document, and system
+        with the `instruction`; by default the checkpoint's if it knows these roles, else Qwen3-Reranker's. All else is
+        as for `embed`.
+        """
+        how = {"instruction": instruction, "chat_template": chat_template, "answer_tokens": answer_tokens}
+        scoring = self._engine.reader.scoring(queries, documents, activate=activate, **how)
+        return self._guarded.read(scoring, show_progress, options)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels of `classify`; () for a model that is no classifier."""
+        return self._engine.reader.labels
 
     def agreement(
         self, texts: Prompt | Completion | Sequence[Prompt | Completion], *, show_progress: bool | None = None
@@ -458,16 +489,9 @@ class LLM:
             max_tokens=max_tokens, ignore_eos=ignore_eos, skip_special_tokens=skip_special_tokens, temperature=0
         )
         (request,) = self._engine.admit(prompt, sampling, **options).requests
-        end = time.monotonic() + request.time_limit
-
-        def generate(prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-            left = max(end - time.monotonic(), 1e-9)  # the deadline applies to the whole search
-            limit = RequestOptions(deadline=left if math.isfinite(left) else None)
-            return self.generate(prompts, params, show_progress=False, **{**options, **limit})
-
         return complete(
             request,
-            generate,
+            partial(self.generate, show_progress=False, **options),
             num_beams=num_beams,
             length_penalty=length_penalty,
             vocab_size=self.model_config.vocab_size,

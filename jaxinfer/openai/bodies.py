@@ -275,20 +275,26 @@ class ChatBody(SamplingBody):
         return self
 
 
-class EmbeddingBody(Body):
-    """The body of /v1/embeddings."""
+class ReadingBody(Body):
+    """What the bodies of embeddings, labels and scores have in common."""
 
     model: Name
-    input: Text | TokenIds | Prompts
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Integer | None = None
     user: Name | None = None
     # The engine's own.
-    pooling: Literal["last", "mean"] = "last"
-    normalize: bool = True
     priority: Literal["interactive", "batch"] | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
     cache_salt: Name | None = None
+
+
+class EmbeddingBody(ReadingBody):
+    """The body of /v1/embeddings."""
+
+    input: Text | TokenIds | Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Integer | None = None
+    # The engine's own.
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool = True
 
 
 class TokenizeBody(Body):

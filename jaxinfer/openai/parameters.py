@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.frontend.admission import RequestOptions
-from jaxinfer.openai.bodies import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
+from jaxinfer.openai.bodies import ChatBody, CompletionBody, ReadingBody, SamplingBody
 from jaxinfer.sampling_params import OFF, TotalLength
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ def of_chat(body: ChatBody, defaults: SamplingParams, max_model_len: int) -> Sam
     return replace(defaults, **fields)
 
 
-def options_of(body: SamplingBody | EmbeddingBody) -> RequestOptions:
+def options_of(body: SamplingBody | ReadingBody) -> RequestOptions:
     """Returns the scheduling and caching options of a request."""
     options: Any = {ours: value for theirs, ours in OPTIONS.items() if (value := getattr(body, theirs)) is not None}
     if isinstance(body, CompletionBody) and body.prediction is not None:

@@ -21,6 +21,7 @@ from jaxinfer._version import __version__
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.frontend.admission import ONE_TOKEN
+from jaxinfer.engine.frontend.embeddings import Reading, StateReader
 from jaxinfer.engine.frontend.sample_group import CompletionCollector
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.openai import answers
@@ -30,6 +31,7 @@ from jaxinfer.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
+    ReadingBody,
     SamplingBody,
     StreamOptions,
     TokenizeBody,
@@ -42,6 +44,19 @@ from jaxinfer.openai.errors import (
     unknown_route,
 )
 from jaxinfer.openai.messages import require_messages
+from jaxinfer.openai.scores import (
+    ClassifyAnswer,
+    ClassifyBody,
+    RerankAnswer,
+    RerankBody,
+    ScoreAnswer,
+    ScoreBody,
+    ScoringBody,
+    labelled,
+    ranked,
+    scored,
+    usage_of_prompts,
+)
 from jaxinfer.openai.work import answer_of, prompts_of, work_of
 from jaxinfer.serve.access import Client, client_of, tenant_of
 from jaxinfer.serve.batches.batches import Batches
@@ -96,6 +111,7 @@ def make_app(
     app.router.route_class = BodyRoute
     _add_error_handlers(app)
     _add_generation(app, state)
+    _add_readings(app, state)
     _add_texts(app, state)
     add_batches(app, state, batches)
     _add_state(app, state)
@@ -190,42 +206,91 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         return await written(request, make, _num_values(completions, sampling))
 
 
-def _add_texts(app: FastAPI, state: ServerState) -> None:
+def _add_readings(app: FastAPI, state: ServerState) -> None:
     llm = state.llm
+
+    async def read(
+        body: ReadingBody, request: Request, num_prompts: int, prepare: Callable[[StateReader], Reading]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Returns what is read from the states of texts, and the fields that answers share."""
+        state.require_room(num_prompts, ONE_TOKEN)
+        prompt_lens: list[int] = []
+
+        def count(lens: list[int]) -> None:
+            prompt_lens.extend(lens)
+            request.state.tokens = TokenCount(sum(lens), time.monotonic())
+            state.count(request, sum(lens))
+
+        with state.metrics.embedding(prompt_lens):
+            result = await unless_gone(request.receive, llm.read(prepare, count, **state.options(request, body)))
+        return result, {"model": state.answering(body.model), "usage": usage_of_prompts(sum(prompt_lens))}
+
+    async def scores(
+        body: ScoringBody, request: Request, queries: Any, documents: list[str]
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        state.require_open()
+        state.require_model(body.model)
+        with state.refusals(body):
+            template = state.with_template({"chat_template": body.chat_template})["chat_template"]
+            given: dict[str, Any] = {**body.options(), "chat_template": template}
+            prepare = partial(StateReader.scoring, queries=queries, documents=documents, **given)
+            return await read(body, request, len(documents), prepare)
 
     @app.post("/v1/embeddings", response_model=answers.EmbeddingAnswer)
     async def embed(body: EmbeddingBody, request: Request) -> Response:
         """Returns a vector for each input."""
         state.require_open()
         state.require_model(body.model)
-        size = llm.model_config.hidden_size
         with state.refusals(body):
-            if body.dimensions not in (None, size):
-                raise ValueError(f"dimensions={body.dimensions} cannot be honoured; this model's vectors have {size}")
             prompts = prompts_of(body.input)
-            state.require_room(len(prompts), ONE_TOKEN)
-            options = {"pooling": body.pooling, "normalize": body.normalize, **state.options(request, body)}
 
-            prompt_lens: list[int] = []
+            def prepare(reader: StateReader) -> Reading:
+                size = llm.model_config.hidden_size if body.pooling else reader.vector_size
+                if body.dimensions not in (None, size):
+                    raise ValueError(
+                        f"dimensions={body.dimensions} cannot be honoured; this model's vectors have {size}"
+                    )
+                return reader.embedding(prompts, body.pooling, body.normalize)
 
-            async def work() -> np.ndarray:
-                tenant = options.get("tenant", "")
-                inputs = [await llm.tokenize(p, tenant=tenant) if isinstance(p, str) else p for p in prompts]
-                prompt_lens.extend(map(len, inputs))
-                request.state.tokens = TokenCount(sum(prompt_lens), time.monotonic())
-                state.count(request, sum(prompt_lens))
-                return await llm.embed(inputs, **options)
-
-            with state.metrics.embedding(prompt_lens):
-                vectors = await unless_gone(request.receive, work())
+            vectors, fields = await read(body, request, len(prompts), prepare)
         data = (
             {"object": "embedding", "index": index, "embedding": _vector(row, body.encoding_format)}
             for index, row in enumerate(vectors)
         )
-        num_tokens = sum(prompt_lens)
-        usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-        answer = {"object": "list", "model": state.answering(body.model), "data": data, "usage": usage}
+        answer = {"object": "list", **fields, "data": data}
         return await written(request, lambda: answer, vectors.size)
+
+    @app.post("/v1/classify", response_model=ClassifyAnswer, include_in_schema=False)
+    @app.post("/classify", response_model=ClassifyAnswer)
+    async def classify(body: ClassifyBody, request: Request) -> Response:
+        """Returns the labels of each input."""
+        state.require_open()
+        state.require_model(body.model)
+        with state.refusals(body):
+            prompts = prompts_of(body.input)
+            prepare = partial(StateReader.classification, prompts=prompts, activate=body.activate)
+            numbers, fields = await read(body, request, len(prompts), prepare)
+        answer = {"object": "list", **fields}
+        return await written(request, lambda: {**answer, "data": labelled(numbers, llm.labels)}, numbers.size)
+
+    @app.post("/v1/score", response_model=ScoreAnswer, include_in_schema=False)
+    @app.post("/score", response_model=ScoreAnswer)
+    async def score(body: ScoreBody, request: Request) -> Response:
+        """Returns the score of each pair of texts."""
+        found, fields = await scores(body, request, body.text_1, body.documents)
+        return await written(request, lambda: {"object": "list", **fields, "data": scored(found)}, found.size)
+
+    @app.post("/v2/rerank", response_model=RerankAnswer, include_in_schema=False)
+    @app.post("/v1/rerank", response_model=RerankAnswer, include_in_schema=False)
+    @app.post("/rerank", response_model=RerankAnswer)
+    async def rerank(body: RerankBody, request: Request) -> Response:
+        """Returns documents in the order in which they answer a query."""
+        found, fields = await scores(body, request, body.query, body.documents)
+        return await written(request, lambda: {**fields, "results": ranked(found, body)}, found.size)
+
+
+def _add_texts(app: FastAPI, state: ServerState) -> None:
+    llm = state.llm
 
     @app.post("/tokenize", response_model=answers.Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:

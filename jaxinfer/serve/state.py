@@ -21,7 +21,7 @@ from jaxinfer.engine.frontend.sample_group import CompletionCollector
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.openai.answers import Heading
-from jaxinfer.openai.bodies import Body, EmbeddingBody, SamplingBody
+from jaxinfer.openai.bodies import Body, ReadingBody, SamplingBody
 from jaxinfer.openai.errors import RefusedError, ended_in_error, refusal_of, require_known_model
 from jaxinfer.openai.parameters import options_of, with_effort
 from jaxinfer.serve.access import client_of
@@ -78,7 +78,7 @@ class ServerState:
         """Returns the name in answers for one in requests: an adapter's own, or the first of the model."""
         return self.names[0] if name in self.names else name
 
-    def options(self, request: Request, body: SamplingBody | EmbeddingBody) -> RequestOptions:
+    def options(self, request: Request, body: SamplingBody | ReadingBody) -> RequestOptions:
         """Returns the options of a request, as far as its client may choose them; its model may be an adapter."""
         client, options = client_of(request), options_of(body)
         if body.model not in self.names:

@@ -156,7 +156,7 @@ def test_backbones_of_other_classes_are_refused(tmp_path, names):
     path = edit_json(save_random_checkpoint(tmp_path, "llama"), architectures=names)
 
     if names:
-        with pytest.raises(ValueError, match="only LlamaForCausalLM and its backbone are; use a checkpoint"):
+        with pytest.raises(ValueError, match="only LlamaForCausalLM, its backbone and its classifier are; use a"):
             read_config(path)
     else:
         assert read_config(path).has_logits

@@ -213,7 +213,7 @@ def test_original_max_position_is_looked_up_where_transformers_does(scaling, ins
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"is_causal": False}, "is_causal=False"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "LlamaForTokenClassification"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type='ntk'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor=None"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear'"),

@@ -227,7 +227,7 @@ def test_settings_that_change_no_logit_are_accepted(settings):
 ROPE = OF_ANY["rope_parameters"]
 EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"architectures": ["Gemma4ForSequenceClassification"]}, {}, "architectures=.* only Gemma4ForConditional"),
+    ({"architectures": ["Gemma4ForTokenClassification"]}, {}, "architectures=.* only Gemma4ForConditional"),
     ({"text_config": None}, {}, "text_config=None is not an object"),
     ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config="),
     ({}, {"model_type": "gemma3_text"}, "model_type='gemma3_text' of text_config"),

@@ -207,7 +207,7 @@ def test_settings_that_change_no_logit_are_accepted(name, settings):
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"architectures": ["Qwen3_5ForSequenceClassification"]}, {}, "architectures=.* only Qwen3_5MoeForConditional"),
+    ({"architectures": ["Qwen3_5ForTokenClassification"]}, {}, "architectures=.* only Qwen3_5MoeForConditional"),
     ({"text_config": None}, {}, "text_config=None is not an object"),
     ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config="),
     ({}, {"model_type": "qwen3_5_text"}, "model_type='qwen3_5_text' of text_config"),

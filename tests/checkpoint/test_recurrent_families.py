@@ -25,7 +25,7 @@ REFUSED = [
     ("jamba", {"expert_layer_period": 1}, "expert_layer_offset=1 is not less than expert_layer_period=1"),
     ("jamba", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 is more than num_experts=5"),
     ("jamba", {"mamba_dt_rank": "full"}, "mamba_dt_rank='full'"),
-    ("jamba", {"architectures": ["JambaForSequenceClassification"]}, "only JambaForCausalLM and its backbone are"),
+    ("jamba", {"architectures": ["JambaForTokenClassification"]}, "only JambaForCausalLM, its backbone and its"),
     ("mamba", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("mamba", {"conv_kernel": 1}, "conv_kernel=1"),
     ("mamba", {"time_step_rank": 0}, "time_step_rank=0"),

@@ -196,10 +196,27 @@ def backbones_of(architecture: str) -> tuple[str, ...]:
     return f"{name}Model", f"{name}TextModel"
 
 
+CLASSIFIER = "ForSequenceClassification"  # ends the name of a model whose head tells labels of a text apart
+
+
+def classifiers_of(architecture: str) -> tuple[str, ...]:
+    """Returns the names that the model with a classifier as task head may have in transformers."""
+    return tuple(name.removesuffix("Model") + CLASSIFIER for name in backbones_of(architecture))
+
+
+def is_classifier(hf: Mapping[str, Any]) -> bool:
+    """True if config.json names a model with a classifier as task head."""
+    return _ends(hf, CLASSIFIER)
+
+
 def is_backbone(hf: Mapping[str, Any]) -> bool:
-    """True if config.json names a model without a task head, and so without logits."""
+    """True if config.json names a model without logits of tokens: one without a task head, or with a classifier."""
+    return _ends(hf, "Model", CLASSIFIER)
+
+
+def _ends(hf: Mapping[str, Any], *ends: str) -> bool:
     architectures = hf.get("architectures")
-    return isinstance(architectures, list) and len(architectures) == 1 and str(architectures[0]).endswith("Model")
+    return isinstance(architectures, list) and len(architectures) == 1 and str(architectures[0]).endswith(ends)
 
 
 class ArchitectureError(ValueError):
@@ -296,14 +313,15 @@ def read_grouped_router(hf: Mapping[str, Any], default: int, default_chosen: int
 def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collection[str] = ()) -> None:
     """Raises ValueError for settings that would change the result; the family `honours` some of them itself.
 
-    `architecture` is the one task head that is run.
+    `architecture` is that of the language model.
     """
     require_harmless(hf, {key: values for key, values in _HONOURED.items() if key not in honours})
     architectures = hf.get("architectures")
-    if architectures and architectures not in [[name] for name in (architecture, *backbones_of(architecture))]:
+    known = (architecture, *backbones_of(architecture), *classifiers_of(architecture))
+    if architectures and architectures not in [[name] for name in known]:
         raise ArchitectureError(
-            f"architectures={architectures!r} is not supported: only {architecture} and its backbone are; use a"
-            " checkpoint of the language model itself",
+            f"architectures={architectures!r} is not supported: only {architecture}, its backbone and its classifier"
+            " are; use a checkpoint of the language model itself",
             architecture,
         )
 

@@ -188,7 +188,7 @@ class Admission:
         if not self.model_config.has_logits and sampling is not ONE_TOKEN:
             raise ValueError(
                 "this checkpoint is an embedding model: it has no unembedding (lm_head), and so no logits to sample"
-                " tokens from; call LLM.embed, or load the checkpoint of a language model"
+                " tokens from; call LLM.embed, classify or score, or load the checkpoint of a language model"
             )
         token_ids = self.encode(prompt)
         sampling = sampling.after(len(token_ids), self._longest(len(token_ids), sampling))

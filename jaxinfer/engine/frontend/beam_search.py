@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +84,7 @@ def search(
 
 def complete(
     request: Request,
-    generate: Callable[[list[list[int]], SamplingParams], Sequence[Completion]],
+    generate: Callable[..., Sequence[Completion]],
     *,
     num_beams: int,
     length_penalty: float,
@@ -90,7 +92,11 @@ def complete(
     max_log_probs: int,
     tokenizer: Tokenizer | None,
 ) -> list[Completion]:
-    """Returns the completions that `search` finds for a request; `generate` computes one token per beam."""
+    """Returns the completions that `search` finds for a request.
+
+    `generate` computes a token for each beam: it gets prompts, their parameters, and the `deadline` of all of them.
+    """
+    end = time.monotonic() + request.time_limit
     count = min(num_candidates(num_beams, len(request.stop_token_ids)), vocab_size)
     if count > max_log_probs:
         raise ValueError(
@@ -102,7 +108,9 @@ def complete(
     cut: list[CutShortError] = []
 
     def extend(beams: Sequence[Beam]) -> list[dict[int, float]]:
-        completions = generate([[*request.token_ids, *beam.token_ids] for beam in beams], params)
+        left = max(end - time.monotonic(), 1e-9)
+        prompts = [[*request.token_ids, *beam.token_ids] for beam in beams]
+        completions = generate(prompts, params, deadline=left if math.isfinite(left) else None)
         for completion in completions:
             if not completion.token_ids:
                 cut.append(CutShortError(completion))
