@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -97,6 +97,10 @@ class Split:
         """The devices of each host."""
         return self.num_devices * self.stages // self.num_hosts
 
+    def num_hosts_of(self, num_devices: int) -> int:
+        """Returns the hosts on which devices that share a layer lie."""
+        return max(num_devices // self.per_host, 1)
+
     @cached_property
     def weights(self) -> tuple[_Weight, ...]:
         return tuple(_weights(self))
@@ -157,19 +161,10 @@ def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int
         flops += T * number * sum(_attention_flops(split, mixer, mean_keys) for mixer in layer.mixers)
     of_token = split.config.hidden_size * jnp.dtype(split.memory.dtype).itemsize
     sums = [(n, passes[is_shared]) for n, is_shared in _collectives(split)]
-    link_bytes, messages = 0.0, list[tuple[int, float]]()
-    for n, one in sums:
-        hosts = max(n // split.per_host, 1)  # of those that share a layer
-        own, width = n // hosts, one.num_tokens * of_token
-        link_bytes += one.num_times * 2 * (own - 1) / own * width
-        messages += [(one.num_times, 2 * (hosts - 1) / hosts * width)] if hosts > 1 else []
-    if split.stages > 1:
-        # Each device hands its copy of a part over, and then has the last states.
-        copies, S = min(split.num_devices, split.per_host), split.stages
-        messages += [(ticks, T / M * of_token * copies), (1, 2 * (S - 1) / S * T * of_token * copies)]
-    link = split.host_link
+    link_bytes = sum(one.num_times * 2 * (1 - split.num_hosts_of(n) / n) * one.num_tokens * of_token for n, one in sums)
+    messages = [(one.num_times, size) for one, size in _messages(split, sums, passes, of_token)]
     host_bytes, num_messages = sum(n * size for n, size in messages), sum(n for n, _ in messages)
-    host_seconds = 0.0
+    link, host_seconds = split.host_link, 0.0
     if link is not None:
         host_seconds = num_messages * link.latency_seconds + host_bytes / link.bytes_per_second
     reading, multiplying = read / chip.sheet.bandwidth, flops / chip.sheet.flops
@@ -187,6 +182,20 @@ def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int
         seconds=max(reading, multiplying) + link_bytes / (chip.link_bytes or math.inf) + host_seconds,
         is_memory_bound=reading >= multiplying,
     )
+
+
+def _messages(
+    split: Split, sums: Iterable[tuple[int, _Pass]], passes: Mapping[bool, _Pass], of_token: int
+) -> Iterator[tuple[_Pass, float]]:
+    """Yields how often a host sends something to others in a step, and the bytes each time."""
+    for n, one in sums:
+        if (hosts := split.num_hosts_of(n)) > 1:
+            yield one, 2 * (1 - 1 / hosts) * one.num_tokens * of_token
+    if split.stages > 1:
+        # Each device hands its copy of a part over, and in the end gets the last states.
+        of_device, whole, parts = of_token * min(split.num_devices, split.per_host), passes[False], passes[True]
+        yield parts, parts.num_tokens * of_device
+        yield whole, 2 * (1 - 1 / split.stages) * whole.num_tokens * of_device
 
 
 @dataclass(frozen=True)
