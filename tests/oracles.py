@@ -9,14 +9,36 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 # One thread adds in one order, and leaves the other cores to tests that run beside this one.
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 
+
+class KimiK2Config(transformers.DeepseekV3Config):
+    """transformers has no class for Kimi-K2, whose layers are DeepSeek-V3's."""
+
+    model_type = "kimi_k2"
+
+
+class DeepseekV3ForCausalLM(transformers.DeepseekV3ForCausalLM):
+    """Kimi-K2, whose config.json has this name of a class beside its own `model_type`."""
+
+    config_class = KimiK2Config
+
+
+transformers.AutoConfig.register("kimi_k2", KimiK2Config)
+transformers.AutoModelForCausalLM.register(KimiK2Config, DeepseekV3ForCausalLM)
+register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
+
 CONFIGS = {
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "dots1": transformers.Dots1Config,
     "falcon_h1": transformers.FalconH1Config,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
@@ -24,15 +46,18 @@ CONFIGS = {
     "gemma4_text": transformers.Gemma4TextConfig,
     "glm4": transformers.Glm4Config,
     "glm4_moe": transformers.Glm4MoeConfig,
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
     "gpt_oss": transformers.GptOssConfig,
     "granite": transformers.GraniteConfig,
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
     "jamba": transformers.JambaConfig,
+    "kimi_k2": KimiK2Config,
     "llama": transformers.LlamaConfig,
     "mamba": transformers.MambaConfig,
     "mamba2": transformers.Mamba2Config,
+    "minimax_m2": transformers.MiniMaxM2Config,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,
     "nemotron_h": transformers.NemotronHConfig,
@@ -47,6 +72,7 @@ CONFIGS = {
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
     "smollm3": transformers.SmolLM3Config,
+    "solar_open": transformers.SolarOpenConfig,
 }
 SIZES = {
     "vocab_size": 96,
@@ -95,6 +121,7 @@ STATE_SPACE: dict[str, Any] = {
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, **LATENT, **MOE, **NO_IDS},
     "deepseek_v3": {**LATENT, **MOE, **NO_IDS},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, **MOE, **NO_IDS},
     "falcon_h1": {
         "head_dim": 12,
         "mamba_d_ssm": 60,
@@ -137,6 +164,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
     "glm4": {"head_dim": 16, **NO_IDS},
     "glm4_moe": {"head_dim": 16, "n_routed_experts": 8, "first_k_dense_replace": 1, **MOE, **NO_IDS},
+    "glm4_moe_lite": {**LATENT, "n_group": 1, "topk_group": 1, **MOE, **NO_IDS},
     "gpt_oss": {
         "head_dim": 12,
         "num_local_experts": 6,
@@ -168,8 +196,11 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 6,
         **NO_IDS,
     },
+    # One group of experts, as published.
+    "kimi_k2": {**LATENT, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, **MOE, **NO_IDS},
     "mamba": {"hidden_size": 30, "intermediate_size": 54, "state_size": 12, "time_step_rank": 6, **NO_IDS},
     "mamba2": {**STATE_SPACE, **NO_IDS},
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, **NO_IDS},
     "mixtral": {"num_local_experts": 5, **NO_IDS},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
@@ -194,6 +225,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA_NETS_3_5, **NO_IDS},
     "qwen3_next": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS, **MOE, **NO_IDS},
     "smollm3": NO_IDS,
+    "solar_open": {"head_dim": 12, "n_routed_experts": 8, **MOE, **NO_IDS},
 }
 
 

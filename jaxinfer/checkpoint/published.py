@@ -237,6 +237,21 @@ DEEPSEEK_V3 = {
     "tie_word_embeddings": False,
     "quantization_config": DEEPSEEK_FP8,
 }
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000.0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "factor": 32.0, "beta_fast": 1.0},
+}
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Llama-3.2-1B": {**LLAMA_SMALL, **sizes(hidden=2048, mlp=8192, layers=16, heads=32), "head_dim": 64},
     "Llama-3.2-3B": {**LLAMA_SMALL, **sizes(hidden=3072, mlp=8192, layers=28, heads=24), "head_dim": 128},
@@ -388,6 +403,19 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "GLM-4.6": {**GLM_4_5, "max_position_embeddings": 202752},
+    "GLM-4.7-Flash": {
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        **sizes(hidden=2048, mlp=10240, layers=47, heads=20),
+        "rope_theta": 1e6,
+    },
+    "MiniMax-M2": {
+        "model_type": "minimax_m2",
+        "vocab_size": 200064,
+        **sizes(hidden=3072, mlp=1536, layers=62, heads=48),
+        "rotary_dim": 64,
+        "quantization_config": DEEPSEEK_FP8,
+    },
     "Mistral-7B": {
         **MISTRAL,
         "hidden_size": 4096,
@@ -431,6 +459,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 18,
     },
     **dict.fromkeys(("DeepSeek-V3", "DeepSeek-R1", "DeepSeek-V3.1"), DEEPSEEK_V3),
+    "Kimi-K2": KIMI_K2,
 }
 
 

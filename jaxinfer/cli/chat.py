@@ -143,7 +143,10 @@ class Chat:
         style: str | None,
     ) -> None:
         if llm.tokenizer is None or llm.answers is None:
-            raise ValueError("a conversation needs a tokenizer, which this checkpoint does not have; use another one")
+            raise ValueError(
+                "a conversation needs a tokenizer, which this checkpoint does not have; put its tokenizer.json into its"
+                " folder, or use another checkpoint"
+            )
         llm.tokenizer.chat_templates.choose(template, has_tools=tools is not None)  # raises if there is none
         self._tokenizer = llm.tokenizer
         self._llm = llm

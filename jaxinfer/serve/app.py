@@ -420,7 +420,7 @@ def _vector(row: np.ndarray, encoding: str) -> list[float] | str:
 
 def _tokenizer(llm: AsyncLLM) -> Any:
     if llm.tokenizer is None:
-        raise ValueError("this checkpoint has no tokenizer; give token ids")
+        raise ValueError("this checkpoint has no tokenizer; give token ids, or put its tokenizer.json into its folder")
     return llm.tokenizer
 
 

@@ -71,7 +71,8 @@ class Tokenizer:
         """Reads tokenizer.json in `checkpoint_dir`, and the files beside it.
 
         Without it tokenizer.model of SentencePiece is read, or else vocab.json with merges.txt. Of a GGUF file it reads
-        the vocabulary in its metadata. None without any of these, ValueError for a damaged file.
+        the vocabulary in its metadata. None without any of these, with a warning beside a file of tiktoken, and
+        ValueError for a damaged file.
         """
         require(isinstance(checkpoint_dir, str | Path), "checkpoint_dir", checkpoint_dir, "text or a Path")
         folder = Path(checkpoint_dir)
@@ -86,6 +87,7 @@ class Tokenizer:
         else:
             backend = load_vocabulary_and_merges(folder) if path is None else _load_json(path)
             if backend is None:
+                _warn_of_tiktoken(folder)
                 return None
             stated = read_stated_tokens(folder, backend.get_added_tokens_decoder())
             backend.add_tokens(list(stated.tokens))
@@ -255,6 +257,17 @@ class Tokenizer:
             if known.isascii():
                 self.ascii_texts[skip_special_tokens][token_id] = known.decode()
         return known
+
+
+def _warn_of_tiktoken(folder: Path) -> None:
+    """Warns of a vocabulary that has no rules for cutting a text, which only the publisher's own code has."""
+    if files := sorted(file.name for pattern in ("*.tiktoken", "tiktoken.model") for file in folder.glob(pattern)):
+        logger.warning(
+            "%s has %s, which only code of its publisher reads, and no tokenizer.json: prompts have to be token ids, or"
+            " put a tokenizer.json that gives the same ids beside it",
+            folder,
+            ", ".join(files),
+        )
 
 
 def _load_json(path: Path) -> tokenizers.Tokenizer:

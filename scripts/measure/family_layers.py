@@ -31,6 +31,9 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 128,
     "num_experts_per_tok": 2,
     "num_experts": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "qk_rope_head_dim": HEAD_DIM,
     "top_k_experts": 2,
     "moe_intermediate_size": 32,
     "global_head_dim": 2 * HEAD_DIM,
@@ -80,6 +83,8 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"ssm_out_multiplier": 0.5},
     {"mlp_multipliers": [0.5, 0.5]},
     {"lm_head_multiplier": 0.5},
+    {"first_k_dense_replace": 1},
+    {"n_group": 2},
 )
 
 

@@ -22,15 +22,18 @@ from jaxinfer.model.params import Params
 from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 
-# tests/checkpoint/test_text_models.py, test_gemma4.py and test_qwen3_5.py test their own part.
-WITH_IMAGES = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
+# tests/checkpoint/test_text_models.py, test_gemma4.py, test_kimi.py and test_qwen3_5.py test their own part.
+WITH_IMAGES = ("gemma3", "gemma4", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe")
 # test_logits.py judges their tensors.
 RECURRENT = (
     *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 # Of layers with `Attention`.
-NAMES = [name for name in CONFIGS if not name.startswith("deepseek") and name not in RECURRENT]
+NAMES = [name for name in CONFIGS if name not in (*LATENT, *RECURRENT)]
+# Sizes that transformers' class has no default for.
+FURTHER_SIZES = {"dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}}
 WRONG = [
     *(None, True, -1, 0, 7, 10**30, 0.5, -2.5, 1e300, math.nan, math.inf),
     *("", "x", [], [1], [None], ["x"], [[]], {}, {"x": 1}, {"x": {}}),
@@ -42,6 +45,8 @@ FURTHER_KEYS = {
     *("original_max_position_embeddings", "sliding_window_pattern", "mlp_only_layers", "no_rope_layers"),
     *("quantization_config", "is_causal", "architectures", "use_bidirectional_attention", "swiglu_limit"),
     *("attn_output_gate", "output_gate_type", "norm_topk_prob", "decoder_sparse_step"),
+    *("rotary_dim", "use_qk_norm", "qk_norm_type", "use_routing_bias", "attn_type_list", "shared_intermediate_size"),
+    *("topk_method", "scoring_func", "first_k_dense_replace", "mlp_layer_types"),
 }
 ROPE_KEYS = (
     *("rope_type", "factor", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "truncate"),
@@ -66,7 +71,7 @@ def test_these_tests_know_every_family():
 @pytest.mark.parametrize("family", NAMES)
 def test_a_config_of_sizes_alone_is_the_one_that_transformers_completes(family):
     sizes = {"model_type": family, **{key: SIZES[key] for key in SIZES if not key.startswith(("max_", "num_key"))}}
-    sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32, "hidden_size": 256}
+    sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32, "hidden_size": 256, **FURTHER_SIZES.get(family, {})}
     complete = CONFIGS[family](**sizes, **NO_IDS)
 
     assert read(sizes) == read(json.loads(complete.to_json_string(use_diff=False)))
@@ -89,7 +94,7 @@ def outcome(hf: dict[str, Any], *names: str) -> ModelConfig | None:
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("family", [*NAMES, *RECURRENT])
+@pytest.mark.parametrize("family", [*NAMES, *RECURRENT, *LATENT[1:]])
 def test_a_wrong_value_is_read_or_refused_by_key_and_value(family, value):
     # A window that is switched on is read with the keys that go with it.
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
@@ -153,6 +158,20 @@ REFUSED = [
     ("mixtral", {"num_experts_per_tok": 6}),
     ("glm4_moe", {"n_group": 3}),
     ("glm4_moe", {"topk_group": 2}),
+    ("glm4_moe_lite", {"head_dim": 8}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 2}),
+    ("glm4_moe_lite", {"partial_rotary_factor": 0.5}),
+    ("glm4_moe_lite", {"topk_method": "greedy"}),
+    ("dots1", {"scoring_func": "softmax"}),
+    ("solar_open", {"first_k_dense_replace": 1}),
+    ("solar_open", {"use_qk_norm": True}),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1]}),
+    ("minimax_m2", {"qk_norm_type": "per_head"}),
+    ("minimax_m2", {"rotary_dim": 7}),
+    ("minimax_m2", {"rotary_dim": 18}),
+    ("minimax_m2", {"shared_intermediate_size": 32}),
+    ("minimax_m2", {"use_qk_norm": False}),
+    ("minimax_m2", {"use_routing_bias": False}),
 ]
 
 

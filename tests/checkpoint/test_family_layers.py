@@ -16,7 +16,11 @@ from scripts.measure import family_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 # Of families that read images the one of the whole model, which published checkpoints name.
-ARCHITECTURES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+ARCHITECTURES = {
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "kimi_k2": "DeepseekV3ForCausalLM",  # as published: transformers has no class of its own
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,8 @@ def test_a_family_has_the_architecture_that_transformers_names(facts):
         ("gpt_oss", "all or some"),
         ("olmo2", "-"),
         ("phi3", "all"),
+        ("dots1", "all or some"),
+        ("minimax_m2", "-"),
     ],
 )
 def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, windows):
@@ -83,7 +89,23 @@ def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, w
                 *("norms before and after", "embedding multiplier", "bounded logits"),
             },
         ),
+        (
+            "dots1",
+            {
+                *("norms of queries and keys", "experts", "shared expert", "groups of experts"),
+                *("dense layers among them", "attention biases"),
+            },
+        ),
+        (
+            "glm4_moe_lite",
+            {"latent attention", "experts", "shared expert", "groups of experts", "dense layers among them"},
+        ),
         ("mamba", {"selective scans", "layers of one half"}),
+        (
+            "minimax_m2",
+            {"norms of queries and keys over all heads", "rotation of a part of heads", "experts"},
+        ),
+        ("solar_open", {"experts", "shared expert", "groups of experts", "qkv biases"}),
     ],
 )
 def test_features_are_those_of_the_layers(facts, model_type, features):

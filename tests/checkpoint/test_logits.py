@@ -58,6 +58,26 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
         },
     },
+    "dots1": {
+        "a dense layer, then experts, two shared ones": {},
+        "windows in the last layers, groups of experts, weights that add up": {
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        "biases, heads of another size, no dense layer, a window named by its layer, tied": {
+            "attention_bias": True,
+            "head_dim": 12,
+            "first_k_dense_replace": 0,
+            "sliding_window": 9,
+            **MIXED,
+            **ONE_KV_HEAD,
+            **TIED,
+        },
+    },
     "falcon_h1": {
         "multipliers, no norm of the state space's output": {},
         "a norm before the gate, biases, tied, no multipliers": {
@@ -172,6 +192,24 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "first_k_dense_replace": 0,
         },
     },
+    "glm4_moe_lite": {
+        "a dense layer, then experts of one group": {},
+        "a dense layer among them, queries without latents, halves rotated, weights as they are": {
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            **TIED,
+        },
+        "groups of experts, yarn, biases, another epsilon": {
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    },
     "gpt_oss": {
         "sinks, windows in every other layer, yarn": {},
         "one expert, windows in other layers": {"num_experts_per_tok": 1, "sliding_window": 5, **MIXED},
@@ -255,6 +293,26 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             **ONE_KV_HEAD,
         },
     },
+    "kimi_k2": {
+        "one group of experts": {},
+        "as published: yarn with equal mscales, another base": {
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 5e4,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+        "halves rotated, queries without latents, weights as they are, tied": {
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            **TIED,
+        },
+    },
     "llama": {
         "G=4, llama3 rope": {
             "num_attention_heads": 8,
@@ -288,6 +346,20 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "use_conv_bias": False,
             "conv_kernel": 7,
             "time_step_limit": (0.3, 0.8),
+        },
+    },
+    "minimax_m2": {
+        "half of each head rotated": {},
+        "whole heads rotated, one expert, one KV head, tied": {
+            "rotary_dim": None,
+            "num_experts_per_tok": 1,
+            **ONE_KV_HEAD,
+            **TIED,
+        },
+        "a quarter rotated, yarn, all experts, another epsilon": {
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
+            "num_experts_per_tok": 6,
+            "rms_norm_eps": 1e-2,
         },
     },
     "mistral": {
@@ -442,6 +514,23 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "sliding_window": 9,
             "tie_word_embeddings": False,
             **ONE_KV_HEAD,
+        },
+    },
+    "solar_open": {
+        "experts in every layer": {},
+        "groups of experts, weights as they are, biases of queries, keys and values": {
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+        },
+        "yarn, two shared experts, one KV head, tied, another epsilon": {
+            "rope_parameters": {**YARN, "rope_theta": 1e6},
+            "n_shared_experts": 2,
+            "rms_norm_eps": 1e-2,
+            **ONE_KV_HEAD,
+            **TIED,
         },
     },
 }

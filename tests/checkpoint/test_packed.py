@@ -40,7 +40,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, **TWO_LAYERS},
     "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16, **TWO_LAYERS},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, **TWO_LAYERS},
+    "kimi_k2": {"moe_intermediate_size": 32, **TWO_LAYERS},
+    "minimax_m2": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, **TWO_LAYERS},
 }
+OTHER_THAN_EXPERTS = r"self_attn|shared_experts|mlp\.(gate|up|down)_proj"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq": ("gptq", "llama", {}),
     "gptq in one group": ("gptq", "llama", {"size": -1, "has_order": True}),
@@ -61,6 +64,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "compressed with zero points": ("compressed", "llama", {"is_symmetric": False}),
     "compressed by channels": ("compressed", "llama", {"bits": 8, "size": None}),
     "compressed of experts": ("compressed", "qwen3_moe", {"scale_type": torch.bfloat16}),
+    "compressed as of Kimi-K2-Thinking": (
+        "compressed",
+        "kimi_k2",
+        {"skip": OTHER_THAN_EXPERTS, "scale_type": torch.bfloat16},
+    ),
     "compressed of 8 bits": ("compressed", "llama", {"bits": 8, "is_packed": False, "is_symmetric": False}),
     "compressed of 2 bits": ("compressed", "llama", {"bits": 2, "scale_type": torch.bfloat16}),
     "compressed of 3 bits": ("compressed", "llama", {"bits": 3, "scale_type": torch.bfloat16}),
@@ -68,6 +76,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp8": ("fp8", "llama", {}),
     "fp8 of experts": ("fp8", "qwen3_moe", {"scale_type": torch.bfloat16}),
     "fp8 of latents": ("fp8", "deepseek_v3", {}),
+    "fp8 as of MiniMax-M2": ("fp8", "minimax_m2", {"fmt": "float8_e4m3fn"}),
     "fp8 with one scale": ("fp8", "llama", {"block": None}),
     "compressed fp8": ("compressed fp8", "llama", {"strategy": "tensor"}),
     "compressed fp8 by channels": ("compressed fp8", "llama", {"strategy": "channel"}),

@@ -58,6 +58,9 @@ IN_BILLIONS = {
     "Gemma-4-26B-A4B": 25.2,
     "GLM-4.5": 355,
     "GLM-4.5-Air": 106,
+    "GLM-4.7-Flash": 30,
+    "Kimi-K2": 1_026,
+    "MiniMax-M2": 229,
     "GLM-4.6": 355,
 }
 # Of these, the names alone tell, to a digit; their configs are those of test_qwen3_5.py and test_gemma4.py.

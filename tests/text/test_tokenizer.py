@@ -289,6 +289,18 @@ def test_a_folder_without_tokenizer_gives_none(tmp_path: Path):
     assert Tokenizer.from_path(tmp_path) is None
 
 
+@pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken"])
+def test_a_file_of_tiktoken_alone_is_named_with_the_way_out(tmp_path: Path, caplog, name):
+    (tmp_path / name).write_bytes(b"IQ== 0")
+
+    assert Tokenizer.from_path(tmp_path) is None
+
+    (record,) = caplog.records
+    assert str(tmp_path) in record.getMessage()
+    assert name in record.getMessage()
+    assert "prompts have to be token ids, or put a tokenizer.json" in record.getMessage()
+
+
 def test_a_damaged_file_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):

@@ -24,6 +24,7 @@ from jaxinfer.checkpoint.families.recurrent import falcon_h1, jamba, mamba, nemo
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": deepseek.FAMILY_2,
     "deepseek_v3": deepseek.FAMILY_3,
+    "dots1": glm.DOTS_FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
     "gemma": gemma.FAMILY_1,
     "gemma2": gemma.FAMILY_2,
@@ -33,15 +34,19 @@ FAMILIES: Mapping[str, Family] = {
     "gemma4_text": gemma4.FAMILY,
     "glm4": glm.FAMILY,
     "glm4_moe": glm.MOE_FAMILY,
+    "glm4_moe_lite": glm.LITE_FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "granite": granite.FAMILY,
     "granitemoe": granite.MOE_FAMILY,
     "granitemoehybrid": granite.HYBRID_FAMILY,
     "granitemoeshared": granite.SHARED_FAMILY,
     "jamba": jamba.FAMILY,
+    "kimi_k2": deepseek.KIMI_K2,
+    "kimi_k25": deepseek.KIMI_K2_5,
     "llama": llama.FAMILY,
     "mamba": mamba.FAMILY_1,
     "mamba2": mamba.FAMILY_2,
+    "minimax_m2": mistral.MINIMAX_M2,
     "mistral": mistral.FAMILY,
     "mistral3": mistral.FAMILY_3_WITH_IMAGES,
     "mixtral": mistral.MIXTRAL,
@@ -59,6 +64,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": qwen.MOE_FAMILY_3,
     "qwen3_next": qwen.NEXT_FAMILY,
     "smollm3": llama.SMOLLM3_FAMILY,
+    "solar_open": glm.SOLAR_FAMILY,
 }
 
 

@@ -1,9 +1,9 @@
-"""DeepSeek-V2 and V3: latent attention, and experts chosen in groups beside a shared one."""
+"""DeepSeek-V2 and V3: latent attention, and experts chosen in groups beside a shared one; Kimi-K2 is a V3."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxinfer.checkpoint.config_json.family import (
     WeightTable,
     decoder_of,
     expert_weights,
+    read_grouped_router,
     read_norm,
     read_num_layers,
     refuse_unsupported,
@@ -24,8 +25,10 @@ from jaxinfer.checkpoint.config_json.fields import (
     require_count,
     require_number,
     require_size,
+    stated_head_dim,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.text_model import TEXT, text_model_family
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
@@ -51,6 +54,15 @@ WEIGHTS: WeightTable = {
     f"{_LAYER}.mlp.gate.e_score_correction_bias": ("layers.feed_forward.choice_bias", "E -> E"),
     **expert_weights(f"{_LAYER}.mlp", shared="shared_experts"),
 }
+# Of transformers' DeepseekV3Config.
+_DEFAULTS_3: Mapping[str, Any] = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
 
 
 def config_from_hf_v2(hf: Mapping[str, Any]) -> ModelConfig:
@@ -70,12 +82,12 @@ def config_from_hf_v2(hf: Mapping[str, Any]) -> ModelConfig:
         num_chosen_groups=require_size(hf, "topk_group") if methods[method] else 1,
         num_scores_of_group=1,
     )
-    return _config_from_hf(
+    return latent_decoder(
         {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, **hf},
         router,
         architecture="DeepseekV2ForCausalLM",
         max_position=2048,
-        num_dense=require_count(hf, "first_k_dense_replace", 0),
+        is_sparse=sparse_after(hf, 0),
         is_interleaved=True,
     )
 
@@ -87,34 +99,37 @@ def config_from_hf_v3(hf: Mapping[str, Any]) -> ModelConfig:
     """
     _require(hf, "topk_method", "noaux_tc", ("noaux_tc",))
     _require(hf, "scoring_func", "sigmoid", ("sigmoid",))
-    router = Router(
-        num_chosen=require_size(hf, "num_experts_per_tok", 8),
-        scoring="sigmoid",
-        normalizes=is_enabled(hf, "norm_topk_prob", default=True),
-        scale=require_number(hf, "routed_scaling_factor", 2.5, least=1e-9),
-        has_choice_bias=True,
-        num_groups=require_size(hf, "n_group", 8),
-        num_chosen_groups=require_size(hf, "topk_group", 4),
-    )
-    return _config_from_hf(
-        {"n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, **hf},
+    hf = {**_DEFAULTS_3, **hf}
+    _, router = read_grouped_router(hf, 256, 8)
+    return latent_decoder(
+        hf,
         router,
         architecture="DeepseekV3ForCausalLM",
         max_position=4096,
-        num_dense=require_count(hf, "first_k_dense_replace", 3),
+        is_sparse=sparse_after(hf, 3),
         is_interleaved=is_enabled(hf, "rope_interleave", default=True),
     )
 
 
-def _config_from_hf(
+def sparse_after(hf: Mapping[str, Any], default: int) -> list[bool]:
+    """Returns True for each layer with experts: those after the first `first_k_dense_replace`."""
+    num_dense = require_count(hf, "first_k_dense_replace", default)
+    return [i >= num_dense for i in range(read_num_layers(hf))]
+
+
+def latent_decoder(
     hf: Mapping[str, Any],
     router: Router,
     *,
     architecture: str,
     max_position: int,
-    num_dense: int,
+    is_sparse: Sequence[bool],
     is_interleaved: bool,
 ) -> ModelConfig:
+    """Returns a model of latent attention, whose layers have experts or a dense network.
+
+    `hf` is config.json with the family's own defaults, `max_position` another of them.
+    """
     refuse_unsupported(hf, architecture)
     _require(hf, "moe_layer_freq", 1, (1,))
     num_heads = require_size(hf, "num_attention_heads")
@@ -123,7 +138,7 @@ def _config_from_hf(
             f"num_key_value_heads={hf['num_key_value_heads']!r} differs from num_attention_heads={num_heads}, but each"
             " head has its own key and value; download the checkpoint's config.json again"
         )
-    nope, rotary = require_size(hf, "qk_nope_head_dim", 128), require_size(hf, "qk_rope_head_dim", 64)
+    nope, rotary = require_size(hf, "qk_nope_head_dim", 128), stated_head_dim(hf, 64, "qk_rope_head_dim")
     rope = read_rope(hf, rotary, max_position, is_interleaved=is_interleaved)
     attention = LatentAttention(
         num_heads=num_heads,
@@ -147,7 +162,7 @@ def _config_from_hf(
         mixer=attention, feed_forward=MLP(intermediate_size=require_size(hf, "intermediate_size")), norm=read_norm(hf)
     )
     sparse = replace(dense, feed_forward=experts)
-    layers = [dense if i < num_dense else sparse for i in range(read_num_layers(hf))]
+    layers = [sparse if has_experts else dense for has_experts in is_sparse]
     return decoder_of(hf, layers, max_position=max_position, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
 
 
@@ -168,3 +183,23 @@ def _require(hf: Mapping[str, Any], key: str, default: Any, honoured: tuple[Any,
 
 FAMILY_2 = Family(config_from_hf=config_from_hf_v2, weights=WEIGHTS)
 FAMILY_3 = Family(config_from_hf=config_from_hf_v3, weights=WEIGHTS, draft_layer=NEXTN)
+KIMI_K2 = replace(FAMILY_3, draft_layer=None)  # its layers are those of V3
+_KIMI_K2_5 = text_model_family(
+    KIMI_K2,
+    architecture="Kimi_K25ForConditionalGeneration",
+    model_type="deepseek_v3",
+    parts=("vision_tower", "mm_projector"),
+)
+
+
+def kimi_k2_5_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json of published checkpoints, or of transformers, whose names differ."""
+    text = hf.get(TEXT)
+    if isinstance(text, Mapping) and text.get("model_type") == "kimi_k2":
+        hf = {**hf, TEXT: {**text, "model_type": "deepseek_v3"}}
+    if hf.get("architectures") == ["KimiK25ForConditionalGeneration"]:
+        hf = {**hf, "architectures": None}
+    return _KIMI_K2_5.config_from_hf({"tie_word_embeddings": True, **hf})
+
+
+KIMI_K2_5 = replace(_KIMI_K2_5, config_from_hf=kimi_k2_5_from_hf)

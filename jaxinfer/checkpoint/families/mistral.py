@@ -1,4 +1,8 @@
-"""Mistral: Llama with a sliding window, which later ones have no more; Mixtral, with experts in every layer."""
+"""Mistral: Llama with a sliding window, which later ones have no more; Mixtral and MiniMax-M2, with experts.
+
+Both have experts in every layer, stored by the same names. MiniMax-M2 chooses them by biased sigmoids, and rotates a
+part of each head after a norm over all heads.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
     Family,
+    Harmless,
     WeightTable,
     decoder_of,
     expert_weights,
     read_norm,
     read_num_layers,
     refuse_unsupported,
+    require_harmless,
     translate_common,
 )
 from jaxinfer.checkpoint.config_json.fields import (
@@ -21,6 +27,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     is_enabled,
     num_kv_heads,
     require_size,
+    stated_head_dim,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
@@ -33,9 +40,26 @@ from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
 
 MAX_POSITION = 131_072
 MIXTRAL_THETA = 1_000_000.0
+MINIMAX_MAX_POSITION = 196_608
+MINIMAX_THETA = 5_000_000.0
+_LAYER = "model.layers.{layer}"
 MIXTRAL_WEIGHTS: WeightTable = {
     **llama.WEIGHTS,
-    **expert_weights("model.layers.{layer}.block_sparse_moe", names=("w1", "w3", "w2")),
+    **expert_weights(f"{_LAYER}.block_sparse_moe", names=("w1", "w3", "w2")),
+}
+MINIMAX_WEIGHTS: WeightTable = {
+    **MIXTRAL_WEIGHTS,
+    f"{_LAYER}.self_attn.q_norm.weight": ("layers.mixer.q_norm", "(N H) -> N H"),
+    f"{_LAYER}.self_attn.k_norm.weight": ("layers.mixer.k_norm", "(K H) -> K H"),
+    f"{_LAYER}.block_sparse_moe.e_score_correction_bias": ("layers.feed_forward.choice_bias", "E -> E"),
+}
+# Settings that transformers does not read. Key -> (values of what it computes, what to do about any other).
+_FIXED_IN_MINIMAX: Harmless = {
+    "use_qk_norm": ((True, None), "use a checkpoint with norms of queries and keys"),
+    "qk_norm_type": (("per_layer", None), "use a checkpoint whose norms are over all heads of a layer"),
+    "scoring_func": (("sigmoid", None), "use a checkpoint whose experts are chosen by sigmoids"),
+    "use_routing_bias": ((True, None), "use a checkpoint whose experts are chosen with a bias"),
+    "shared_intermediate_size": ((0, None), "use a checkpoint without a shared expert"),
 }
 
 
@@ -75,6 +99,53 @@ def config_from_hf_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def config_from_hf_minimax(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' MiniMaxM2Config."""
+    refuse_unsupported(hf, "MiniMaxM2ForCausalLM", ("partial_rotary_factor",))
+    num_layers, head_dim = read_num_layers(hf), stated_head_dim(hf, 128)
+    full = {"attn_type_list": (([1] * num_layers, None), "use a checkpoint whose layers all have full attention")}
+    require_harmless(hf, {**_FIXED_IN_MINIMAX, **full})
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=8),
+        head_dim=head_dim,
+        rope=read_rope(
+            hf,
+            head_dim,
+            MINIMAX_MAX_POSITION,
+            default_theta=MINIMAX_THETA,
+            default_partial=_rotary_dim(hf, head_dim) / head_dim,
+        ),
+        qk_norm="all",
+    )
+    num_experts, num_chosen = expert_counts(hf, "num_local_experts", 256, 8)
+    experts = MoE(
+        num_experts=num_experts,
+        expert=MLP(intermediate_size=require_size(hf, "intermediate_size")),
+        router=Router(num_chosen=num_chosen, scoring="sigmoid", has_choice_bias=True),
+    )
+    return decoder_of(
+        hf,
+        [Layer(mixer=attention, feed_forward=experts, norm=read_norm(hf))] * num_layers,
+        max_position=MINIMAX_MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
+    )
+
+
+def _rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
+    """Returns the rotated dimensions of a head, as published checkpoints state them."""
+    if hf.get("rotary_dim") is None:
+        return head_dim
+    rotary_dim = require_size(hf, "rotary_dim")
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(
+            f"rotary_dim={rotary_dim} dimensions are no pairs of a head of head_dim={head_dim}; download the"
+            " checkpoint's config.json again"
+        )
+    return rotary_dim
+
+
 FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)
 MIXTRAL = Family(config_from_hf=config_from_hf_mixtral, weights=MIXTRAL_WEIGHTS)
+MINIMAX_M2 = Family(config_from_hf=config_from_hf_minimax, weights=MINIMAX_WEIGHTS)
 FAMILY_3_WITH_IMAGES = text_model_family(FAMILY, architecture="Mistral3ForConditionalGeneration", model_type="mistral")

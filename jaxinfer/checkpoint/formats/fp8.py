@@ -30,7 +30,7 @@ MIN_GROUP = 16
 
 def fp8_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the model's tensors by name; see `formats.logical_tensors`."""
-    if settings.get("fmt", "e4m3") != "e4m3":
+    if settings.get("fmt", "e4m3") not in ("e4m3", CODE):  # two names of one type
         raise settings_error("FP8", "fmt", settings["fmt"], "use a checkpoint in e4m3")
     if settings.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
         raise settings_error("FP8", "activation_scheme", settings["activation_scheme"], "it is dynamic or static")

@@ -332,7 +332,10 @@ class Admission:
             prompt = as_plain(name, given[0])
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
+                raise ValueError(
+                    "this checkpoint has no tokenizer.json or tokenizer.model; give token ids, or put its"
+                    " tokenizer.json into its folder"
+                )
             self.check_characters(name, prompt)
             try:
                 token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)

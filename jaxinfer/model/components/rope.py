@@ -59,10 +59,12 @@ class RopeScaling:
             require_int("RopeScaling.original_max_position", self.original_max_position, 1)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             require_positive(f"RopeScaling.{name}", getattr(self, name))
-        # The blends divide by the difference of the two bounds.
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            bound = f"more than {low}={getattr(self, low)}"
-            require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
+        # The blend of `llama3` divides by the difference of its bounds. Those of `yarn` may be equal, as in Kimi-K2.
+        is_ramp = self.high_freq_factor > self.low_freq_factor
+        above = f"more than low_freq_factor={self.low_freq_factor}"
+        require(is_ramp, "RopeScaling.high_freq_factor", self.high_freq_factor, above)
+        at_least = f"at least beta_slow={self.beta_slow}"
+        require(self.beta_fast >= self.beta_slow, "RopeScaling.beta_fast", self.beta_fast, at_least)
         require_bool("RopeScaling.truncate", self.truncate)
         for name in ("factors", "long_factors"):
             factors = as_tuple(f"RopeScaling.{name}", getattr(self, name), "several numbers greater than 0")

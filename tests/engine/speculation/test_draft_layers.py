@@ -385,6 +385,7 @@ class Unnormed:
         ("deepseek_v3", True),
         pytest.param("glm4_moe", False, marks=pytest.mark.exhaustive),
         pytest.param("glm4_moe", True, marks=pytest.mark.exhaustive),
+        pytest.param("glm4_moe_lite", False, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", False, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5_text", False, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5_moe_text", False, marks=pytest.mark.exhaustive),
@@ -605,7 +606,7 @@ def test_a_layer_that_is_not_as_the_settings_of_the_text_model_say_is_refused(tm
 
 
 def test_a_target_of_a_family_without_multi_token_prediction_is_refused(target):
-    with pytest.raises(ValueError, match=r"is of model_type='llama'; these may have one: deepseek_v3, glm4_moe, qwen3"):
+    with pytest.raises(ValueError, match=r"is of model_type='llama'; these may have one: deepseek_v3, glm4_moe, glm4_"):
         plan_speculation("mtp", EngineConfig(), "float32", target=Checkpoint(target))
 
 

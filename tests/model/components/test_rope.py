@@ -89,6 +89,10 @@ ROPES = {
         {**YARN, "factor": 16.0, "original_max_position_embeddings": 512, "beta_fast": 16, "beta_slow": 2},
         {"beta_fast": 16, "beta_slow": 2},
     ),
+    "yarn of Kimi-K2": (
+        {**YARN, "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0},
+        {"beta_fast": 1.0},
+    ),
     "yarn exact": (
         {**YARN, "factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False},
         {"truncate": False},
