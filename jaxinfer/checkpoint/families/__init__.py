@@ -19,11 +19,16 @@ from jaxinfer.checkpoint.families import (
     phi3,
     qwen,
 )
+from jaxinfer.checkpoint.families.near_llama import apertus, arcee, ernie, hunyuan
 from jaxinfer.checkpoint.families.recurrent import falcon_h1, jamba, mamba, nemotron_h
 
 FAMILIES: Mapping[str, Family] = {
+    "apertus": apertus.FAMILY,
+    "arcee": arcee.FAMILY,
     "deepseek_v2": deepseek.FAMILY_2,
     "deepseek_v3": deepseek.FAMILY_3,
+    "ernie4_5": ernie.FAMILY,
+    "ernie4_5_moe": ernie.MOE_FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
     "gemma": gemma.FAMILY_1,
     "gemma2": gemma.FAMILY_2,
@@ -38,10 +43,12 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": granite.MOE_FAMILY,
     "granitemoehybrid": granite.HYBRID_FAMILY,
     "granitemoeshared": granite.SHARED_FAMILY,
+    "hunyuan_v1_dense": hunyuan.FAMILY,
     "jamba": jamba.FAMILY,
     "llama": llama.FAMILY,
     "mamba": mamba.FAMILY_1,
     "mamba2": mamba.FAMILY_2,
+    "ministral3": mistral.FAMILY_3,
     "mistral": mistral.FAMILY,
     "mistral3": mistral.FAMILY_3_WITH_IMAGES,
     "mixtral": mistral.MIXTRAL,
