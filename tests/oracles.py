@@ -36,9 +36,13 @@ transformers.AutoModelForCausalLM.register(KimiK2Config, DeepseekV3ForCausalLM)
 register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
 
 CONFIGS = {
+    "apertus": transformers.ApertusConfig,
+    "arcee": transformers.ArceeConfig,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
     "dots1": transformers.Dots1Config,
+    "ernie4_5": transformers.Ernie4_5Config,
+    "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
     "falcon_h1": transformers.FalconH1Config,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
@@ -52,12 +56,14 @@ CONFIGS = {
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
+    "hunyuan_v1_dense": transformers.HunYuanDenseV1Config,
     "jamba": transformers.JambaConfig,
     "kimi_k2": KimiK2Config,
     "llama": transformers.LlamaConfig,
     "mamba": transformers.MambaConfig,
     "mamba2": transformers.Mamba2Config,
     "minimax_m2": transformers.MiniMaxM2Config,
+    "ministral3": transformers.Ministral3Config,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,
     "nemotron_h": transformers.NemotronHConfig,
@@ -119,9 +125,13 @@ STATE_SPACE: dict[str, Any] = {
     "chunk_size": 16,
 }
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "apertus": NO_IDS,
+    "arcee": NO_IDS,
     "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, **LATENT, **MOE, **NO_IDS},
     "deepseek_v3": {**LATENT, **MOE, **NO_IDS},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, **MOE, **NO_IDS},
+    "ernie4_5": {"head_dim": 12, **NO_IDS},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, **NO_IDS},
     "falcon_h1": {
         "head_dim": 12,
         "mamba_d_ssm": 60,
@@ -187,6 +197,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         **NO_IDS,
     },
     "granitemoeshared": {"shared_intermediate_size": 28, "num_local_experts": 4, **NO_IDS},
+    "hunyuan_v1_dense": {"head_dim": 12, **NO_IDS},
     "jamba": {
         "num_hidden_layers": 4,
         "attn_layer_period": 3,
@@ -201,6 +212,15 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mamba": {"hidden_size": 30, "intermediate_size": 54, "state_size": 12, "time_step_rank": 6, **NO_IDS},
     "mamba2": {**STATE_SPACE, **NO_IDS},
     "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, **NO_IDS},
+    # Short enough that queries of small prompts grow.
+    "ministral3": {
+        "head_dim": 12,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+        },
+        **NO_IDS,
+    },
     "mixtral": {"num_local_experts": 5, **NO_IDS},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, SamplingParams
-from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.attention import Attention, QueryGrowth
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
@@ -43,6 +43,7 @@ MINIMAL: dict[Any, dict[str, Any]] = {
     ModelConfig: {"vocab_size": 10, "hidden_size": 8, "max_position": 32, "groups": (LayerGroup((LAYER,), 3),)},
     Layer: {"mixer": LAYER.mixer, "feed_forward": LAYER.feed_forward},
     Attention: ATTENTION,
+    QueryGrowth: {"beta": 0.1, "length": 16},
     MLP: {"intermediate_size": 16},
     MoE: {"num_experts": 6, "expert": LAYER.feed_forward, "router": Router(num_chosen=2)},
     Router: {"num_chosen": 2},
@@ -82,7 +83,11 @@ REFUSED = [
     *((Attention, "rope", value) for value in (5, "default", 10_000.0)),
     *((Attention, name, value) for name in ("scale", "softcap") for value in NOT_POSITIVE if value is not None),
     *((Attention, "qk_norm", value) for value in ("", "layer", True, 1)),
-    *((Attention, "has_sinks", value) for value in NOT_BOOLS),
+    *((Attention, name, value) for name in ("has_sinks", "has_rotated_norm") for value in NOT_BOOLS),
+    (Attention, "has_rotated_norm", True),  # without a norm
+    *((Attention, "query_growth", value) for value in (0.1, "linear", True)),
+    *((QueryGrowth, "beta", value) for value in NOT_POSITIVE),
+    *((QueryGrowth, "length", value) for value in NOT_SIZES),
     *((MLP, "activation", value) for value in ("relu", "", None, 1)),
     *((MoE, "num_experts", value) for value in NOT_SIZES),
     *((MoE, "has_shared_gate", value) for value in (True, *NOT_BOOLS)),  # True wants a shared expert
@@ -168,7 +173,9 @@ ACCEPTED = [
     (Layer, {"residual_scale": 0.5, "has_pre_norms": False, "has_post_norms": True}),
     *((Attention, {"qk_norm": value, "softcap": 50, "scale": 1e-3}) for value in (None, "head", "all")),
     (Attention, {"rope": Rope(dim=2, max_position=1), "window": 1, "has_sinks": True}),
-    *((MLP, {"activation": value, "has_bias": True}) for value in ("silu", "gelu_tanh", "clamped_silu")),
+    (Attention, {"rope": Rope(dim=2, max_position=1), "qk_norm": "all", "has_rotated_norm": True}),
+    (Attention, {"query_growth": QueryGrowth(beta=1e-3, length=1)}),
+    *((MLP, {"activation": value, "has_bias": True}) for value in ("silu", "gelu_tanh", "clamped_silu", "xielu")),
     (MoE, {"num_experts": 2, "shared": MLP(intermediate_size=1), "has_shared_gate": True}),
     (Router, {"scoring": "sigmoid", "num_groups": 3, "num_chosen_groups": 3, "num_scores_of_group": 1}),
     (Norm, {"epsilon": 0, "adds_one": True}),

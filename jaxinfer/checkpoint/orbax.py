@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from jaxinfer.model.components.attention import QueryGrowth
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.layer_embedding import LayerEmbedding
 from jaxinfer.model.components.layers import Norm
@@ -122,7 +123,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 # The dataclasses that describe a model, by their names in a description.
 _PARTS = (ModelConfig, LayerGroup, Layer, Branch, LayerEmbedding, MLP, MoE, Router, DenseAndExperts)
-_DESCRIBED = {kind.__name__: kind for kind in (*_PARTS, *MIXERS, Rope, RopeScaling, Norm)}
+_DESCRIBED = {kind.__name__: kind for kind in (*_PARTS, *MIXERS, QueryGrowth, Rope, RopeScaling, Norm)}
 
 
 def _describe(value: Any) -> Any:

@@ -186,6 +186,13 @@ MISTRAL_24B = {
     "intermediate_size": 32768,
     "num_hidden_layers": 40,
 }
+ERNIE = {
+    "vocab_size": 103424,
+    "max_position_embeddings": 131072,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 GPT_OSS = {
     "model_type": "gpt_oss",
@@ -433,6 +440,33 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 32,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
+    },
+    # The defaults of transformers' classes; of Ministral 3 the text model.
+    "Ministral-3-8B": {
+        **MISTRAL,
+        "model_type": "ministral3",
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "max_position_embeddings": 262144,
+    },
+    "ERNIE-4.5-0.3B": {
+        **ERNIE,
+        **sizes(hidden=1024, mlp=3072, layers=18, heads=16),
+        "model_type": "ernie4_5",
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "ERNIE-4.5-21B-A3B": {
+        **ERNIE,
+        **sizes(hidden=2560, mlp=12288, layers=28, heads=20),
+        "model_type": "ernie4_5_moe",
+        "num_key_value_heads": 4,
+        "moe_num_experts": 64,
+        "moe_k": 6,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
     },
     "Phi-4": {
         "model_type": "phi3",

@@ -34,8 +34,8 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("Llama 1 to 3", ("llama",), ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")),
     (
         "Mistral, Mixtral",
-        ("mistral", "mixtral", "mistral3"),
-        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
+        ("mistral", "mixtral", "mistral3", "ministral3"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Ministral-3-8B-Instruct-2512"),
     ),
     ("Qwen2, Qwen2.5", ("qwen2", "qwen2_moe"), ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")),
     ("Qwen3", ("qwen3", "qwen3_moe"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")),
@@ -72,6 +72,12 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     ("MiniMax-M2", ("minimax_m2",), ("MiniMaxAI/MiniMax-M2",)),
     ("dots1, Solar-Open", ("dots1", "solar_open"), ("rednote-hilab/dots.llm1.inst", "upstage/Solar-Open-100B")),
+    (
+        "ERNIE, Hunyuan",
+        ("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense"),
+        ("baidu/ERNIE-4.5-21B-A3B-PT", "tencent/Hunyuan-7B-Instruct"),
+    ),
+    ("Apertus, Arcee", ("apertus", "arcee"), ("swiss-ai/Apertus-8B-Instruct-2509", "arcee-ai/AFM-4.5B")),
     ("Mamba", ("mamba", "mamba2"), ("state-spaces/mamba-130m-hf",)),
     ("Nemotron-H", ("nemotron_h",), ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",)),
     ("Jamba", ("jamba",), ("ai21labs/Jamba-v0.1",)),

@@ -18,7 +18,7 @@ from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.layers import PoolSize
 from jaxinfer.model.components.rope import rotary_embedding, turning_angles
 from jaxinfer.model.config import MixerStack, ModelConfig
-from jaxinfer.model.layer_parts import Mixer, Pool, functions_of
+from jaxinfer.model.layer_parts import Mixer, Pool, functions_of, has_rotated_norms
 from jaxinfer.model.stages import in_stages
 from jaxinfer.validation import require, require_name
 from kernels_pallas.mesh_axes import HEADS_AXES, STAGES_AXIS, dividing_axes
@@ -313,6 +313,8 @@ def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *
     """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
     if config.num_exact is not None:
         raise NotImplementedError("keys of 2 bits would be rounded at each change; use a wider type")
+    if has_rotated_norms(config.mixers):
+        raise NotImplementedError("keys that get a norm after their rotation cannot be turned; leave out sinks")
     bundle = extract_pages(cache, sources, config=config)
     pairs = zip(bundle.pools, config.mixer_stacks, strict=True)
     rotated = tuple(_turned(pages, stack.mixer, num_positions) for pages, stack in pairs)

@@ -5,7 +5,7 @@ They say what the parameters, the decoder and the cache do with each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -151,6 +151,11 @@ def functions_of(mixer: Mixer) -> MixerFunctions:
 def source_of(mixer: Mixer) -> int | None:
     """Returns the number of the layer whose pages a mixer reads; None for a mixer with pages of its own."""
     return mixer.source if isinstance(mixer, Attention) else None
+
+
+def has_rotated_norms(mixers: Iterable[Mixer]) -> bool:
+    """Returns True if a cache has keys that got a norm after their rotation, so that no rotation moves them on."""
+    return any(isinstance(mixer, Attention) and mixer.has_rotated_norm for mixer in mixers)
 
 
 def can_read(reader: Mixer, other: Mixer) -> bool:

@@ -12,6 +12,7 @@ from jaxinfer.model.adapted_params import abstract_slots
 from jaxinfer.model.cache import page_arrays, page_bytes
 from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.layer_parts import has_rotated_norms
 from jaxinfer.model.page_kinds import NUM_EXACT, PageKind, with_open_pages
 from jaxinfer.model.stages import are_shared, num_parts_of
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
@@ -174,6 +175,11 @@ def check_sinks(question: MemoryQuestion) -> None:
         raise ValueError(
             f"{name} is not for this model, whose own window of {model.sliding_window} tokens hides the first ones;"
             " leave EngineConfig.num_sink_tokens out"
+        )
+    if has_rotated_norms(model.mixers):
+        raise ValueError(
+            f"{name} turns the keys of these tokens, and those of this model get a norm after their rotation; leave"
+            " EngineConfig.num_sink_tokens out"
         )
     if question.has_keys_of_drafter:
         raise ValueError(

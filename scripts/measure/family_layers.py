@@ -70,6 +70,9 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"num_local_experts": 0},
     {"position_embedding_type": "rope"},
     {"mlp_bias": True, "use_bias": True},
+    {"use_bias": True},
+    {"moe_layer_interval": 2},
+    {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
     {"attention_k_eq_v": True},
     {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * (NUM_LAYERS // 2)},
     {"enable_moe_block": True},
@@ -232,7 +235,8 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
     if mixer.has_gate:
         yield "gated attention"
     if mixer.qk_norm is not None:
-        yield "norms of queries and keys" + (" over all heads" if mixer.qk_norm == "all" else "")
+        where = " after rotation" if mixer.has_rotated_norm else ""
+        yield "norms of queries and keys" + (" over all heads" if mixer.qk_norm == "all" else "") + where
     if mixer.has_value_norm:
         yield "norms of values"
     if not mixer.has_values:
@@ -241,6 +245,8 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
         yield "keys and values of earlier layers"
     if mixer.has_sinks:
         yield "sinks"
+    if mixer.query_growth is not None:
+        yield "queries that grow with the position"
     if mixer.softcap is not None:
         yield "bounded scores"
     if mixer.scale is not None:

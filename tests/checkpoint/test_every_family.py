@@ -16,6 +16,7 @@ from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.families import FAMILIES, family_of
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts
+from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.params import Params
@@ -44,13 +45,24 @@ FURTHER_KEYS = {
     *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "attention_bias", "mlp_bias"),
     *("original_max_position_embeddings", "sliding_window_pattern", "mlp_only_layers", "no_rope_layers"),
     *("quantization_config", "is_causal", "architectures", "use_bidirectional_attention", "swiglu_limit"),
+    *(
+        "use_qk_norm",
+        "use_cla",
+        "qk_norm",
+        "post_norm",
+        "use_bias",
+        "moe_norm_min",
+        "num_experts",
+        "num_experts_per_tok",
+    ),
     *("attn_output_gate", "output_gate_type", "norm_topk_prob", "decoder_sparse_step"),
     *("rotary_dim", "use_qk_norm", "qk_norm_type", "use_routing_bias", "attn_type_list", "shared_intermediate_size"),
     *("topk_method", "scoring_func", "first_k_dense_replace", "mlp_layer_types"),
 }
 ROPE_KEYS = (
     *("rope_type", "factor", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "truncate"),
-    *("attention_factor", "beta_fast", "beta_slow", "short_factor", "low_freq_factor", "mscale"),
+    *("attention_factor", "beta_fast", "beta_slow", "short_factor", "low_freq_factor", "mscale", "alpha"),
+    "llama_4_scaling_beta",
 )
 WAYS_OUT = re.compile(r"; (use|download|write|the low one)|must be|has to be")
 
@@ -155,6 +167,14 @@ REFUSED = [
     ("smollm3", {"no_rope_layers": [0, 1]}),
     ("smollm3", {"no_rope_layers": [0, 1, 2]}),
     ("qwen3_moe", {"mlp_only_layers": "0"}),
+    ("hunyuan_v1_dense", {"use_qk_norm": False}),
+    ("hunyuan_v1_dense", {"use_cla": True}),
+    ("apertus", {"mlp_bias": True}),
+    ("apertus", {"qk_norm": False}),
+    ("apertus", {"post_norm": True}),
+    ("ernie4_5_moe", {"use_bias": True}),
+    ("ernie4_5_moe", {"moe_norm_min": 0.5}),
+    ("ernie4_5_moe", {"moe_k": 7}),
     ("mixtral", {"num_experts_per_tok": 6}),
     ("glm4_moe", {"n_group": 3}),
     ("glm4_moe", {"topk_group": 2}),
@@ -235,10 +255,16 @@ def placed(name: str, tensor: np.ndarray, head_dim: int, num_kv_heads: int, name
             "post_feedforward": "feed_forward_post",
             "post_self_attn": "mixer_post",
             "post_mlp": "feed_forward_post",
+            "query": "mixer.q",
+            "key": "mixer.k",
+            "attention": "mixer",
+            "feedforward": "feed_forward",
         }
         return {f"{ours[part.removesuffix('_layernorm')]}_norm": tensor}
     if kind == "e_score_correction_bias":
-        return {"feed_forward.choice_bias": tensor}
+        return {"feed_forward.choice_bias": tensor.reshape(-1)}  # ERNIE's are [1, E]
+    if part == "act_fn":
+        return {f"feed_forward.curve.{kind}": tensor}
     if part in ("gate", "router"):
         return {f"feed_forward.router{bias}": tensor}
     if part == "shared_expert_gate":
@@ -319,6 +345,7 @@ def num_products(layer: Layer) -> int:
     mixer = (3 + layer.mixer.has_values) if layer.mixer.source is None else 2
     has_shared = isinstance(layer.feed_forward, MoE) and layer.feed_forward.shared
     feed_forward = 6 if has_shared or isinstance(layer.feed_forward, DenseAndExperts) else 3
+    feed_forward -= isinstance(layer.feed_forward, MLP) and not layer.feed_forward.is_gated
     return mixer + feed_forward + (0 if layer.embedding is None else 2)
 
 

@@ -27,6 +27,16 @@ THREE_HEADS = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_v
 THREE_POSITIONS = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_theta": 1e7}
 NO_LAYER_EMBEDDING = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "apertus": {
+        "a learned activation, llama3 by default": {},
+        "biases, one KV head, tied": {"attention_bias": True, **TIED, **ONE_KV_HEAD},
+        "wide heads, linear rope, another epsilon": {"head_dim": 12, "rope_parameters": LINEAR, "rms_norm_eps": 1e-2},
+    },
+    "arcee": {
+        "a squared ReLU without a gate": {},
+        "biases, one KV head, yarn": {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN, **ONE_KV_HEAD},
+        "wide heads, tied, another epsilon": {"head_dim": 12, "rms_norm_eps": 1e-2, **TIED},
+    },
     "deepseek_v2": {
         "groups of experts": {},
         "greedy, queries without latents, no dense layer, tied": {
@@ -76,6 +86,33 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             **MIXED,
             **ONE_KV_HEAD,
             **TIED,
+        },
+    },
+    "ernie4_5": {
+        "pairs of neighbours are rotated": {},
+        "biases, untied, one KV head": {"use_bias": True, "tie_word_embeddings": False, **ONE_KV_HEAD},
+        "heads without a size of their own, yarn, another epsilon": {
+            "head_dim": None,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-2,
+        },
+    },
+    "ernie4_5_moe": {
+        "a dense layer, then experts beside two shared ones": {},
+        "experts in every other layer, none shared, untied": {
+            "num_hidden_layers": 4,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "tie_word_embeddings": False,
+        },
+        "experts but in the last layer, three of five chosen, wide heads, linear rope": {
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 1,
+            "moe_num_experts": 5,
+            "moe_k": 3,
+            "head_dim": 12,
+            "rope_parameters": LINEAR,
         },
     },
     "falcon_h1": {
@@ -273,6 +310,17 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             **TIED,
         },
     },
+    "hunyuan_v1_dense": {
+        "norms after rotation": {},
+        "a stretched base, biases, tied, one KV head": {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, **THETA},
+            "attention_bias": True,
+            **TIED,
+            **ONE_KV_HEAD,
+        },
+        # Its factor on cosine and sine changes the mean square of rotated heads.
+        "yarn, another epsilon": {"rope_parameters": YARN, "rms_norm_eps": 1e-2},
+    },
     "jamba": {
         "attention in the second layer, experts in two": {},
         "no experts, biases, a wide convolution, tied": {
@@ -359,6 +407,20 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "a quarter rotated, yarn, all experts, another epsilon": {
             "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
             "num_experts_per_tok": 6,
+            "rms_norm_eps": 1e-2,
+        },
+    },
+    "ministral3": {
+        "queries that grow every 16 tokens": {},
+        "a window, tied, one KV head, another growth": {
+            "sliding_window": 11,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 1.5},
+            **TIED,
+            **ONE_KV_HEAD,
+        },
+        "no yarn, narrow heads, another epsilon": {
+            "head_dim": 8,
+            "rope_parameters": {**THETA, "original_max_position_embeddings": 9, "llama_4_scaling_beta": 0.7},
             "rms_norm_eps": 1e-2,
         },
     },

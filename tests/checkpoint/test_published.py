@@ -65,6 +65,8 @@ IN_BILLIONS = {
 }
 # Of these, the names alone tell, to a digit; their configs are those of test_qwen3_5.py and test_gemma4.py.
 NAMED = {"Qwen3.5-0.8B": 0.75, "Gemma-4-E2B": 4.6}
+# Of these too; their configs are the defaults of transformers.
+NAMED |= {"Ministral-3-8B": 8.5, "ERNIE-4.5-0.3B": 0.36, "ERNIE-4.5-21B-A3B": 21.8}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -17,7 +17,7 @@ from jaxinfer.checkpoint import Checkpoint, load_checkpoint, load_params, read_c
 from jaxinfer.model.components.attention import Attention
 from tests.checkpoint.packing import WRITERS
 from tests.checkpoint.renamed import rewrite
-from tests.oracles import NO_IDS, SIZES, reference_logits
+from tests.oracles import FAMILY_SIZES, NO_IDS, SIZES, reference_logits
 from tests.replay import replay
 
 TEXT = {**SIZES, "head_dim": 12, **NO_IDS}
@@ -45,6 +45,17 @@ MODELS = {
     "mistral3": lambda: transformers.Mistral3ForConditionalGeneration(
         transformers.Mistral3Config(
             text_config={**TEXT, "model_type": "mistral", "sliding_window": 11},
+            vision_config={**VISION, "model_type": "pixtral", "head_dim": 8},
+            tie_word_embeddings=False,
+        )
+    ),
+    "ministral3": lambda: transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config={
+                **TEXT,
+                "model_type": "ministral3",
+                "rope_parameters": FAMILY_SIZES["ministral3"]["rope_parameters"],
+            },
             vision_config={**VISION, "model_type": "pixtral", "head_dim": 8},
             tie_word_embeddings=False,
         )

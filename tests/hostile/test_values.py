@@ -26,7 +26,7 @@ from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.drafts import DraftTree
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.attention import Attention, QueryGrowth
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layer_embedding import LayerEmbedding
@@ -71,6 +71,7 @@ COMPONENTS: dict[Any, dict[str, Any]] = {
     Layer: LAYER,
     Branch: {"mixer": Attention(**ATTENTION)},
     Attention: ATTENTION,
+    QueryGrowth: {"beta": 0.1, "length": 16},
     MLP: {"intermediate_size": 8},
     Router: {"num_chosen": 2},
     MoE: {"num_experts": 4, "expert": MLP(intermediate_size=8), "router": Router(num_chosen=2)},

@@ -22,7 +22,9 @@ from jaxinfer.model.cache import (
     page_bytes,
     turn_pages,
 )
-from jaxinfer.model.config import uniform_decoder
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.rope import Rope
+from jaxinfer.model.config import LayerGroup, uniform_decoder
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.layout import read_pages
 from scripts.kernels.named_calls import by_name
@@ -241,6 +243,16 @@ def keys_and_values(pages, num_layers) -> tuple[np.ndarray, np.ndarray]:
     keys, values = np.asarray(k).transpose(0, 3, 1, 2)[..., :H], np.asarray(v).transpose(0, 2, 1, 3)[..., :H]
     by_layer = (num_layers, -1, S, K, H)
     return keys.reshape(by_layer).astype(np.float32), values.reshape(by_layer).astype(np.float32)
+
+
+def test_keys_with_a_norm_after_their_rotation_are_not_turned():
+    rope = Rope(dim=H, max_position=64)
+    mixer = Attention(num_heads=K, num_kv_heads=K, head_dim=H, rope=rope, qk_norm="head", has_rotated_norm=True)
+    layer = dataclasses.replace(CONFIG.layers[0], mixer=mixer)
+    config = dataclasses.replace(CONFIG, groups=(LayerGroup((layer,), 5),))
+
+    with pytest.raises(NotImplementedError, match="a norm after their rotation cannot be turned; leave out sinks"):
+        turn_pages(init_cache(config, CACHE), np.array([0]), np.array([1]), 48, config=config)
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")])

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.attention import Attention, QueryGrowth
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
@@ -74,6 +74,16 @@ JOINED: dict[str, tuple[Attention, Norm]] = {
         ),
         Norm(),
     ),
+    "queries that grow": (
+        Attention(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            rope=ROTATED,
+            query_growth=QueryGrowth(beta=0.7, length=5),
+        ),
+        Norm(),
+    ),
     "no positions": (Attention(num_heads=4, num_kv_heads=4, head_dim=16, qk_norm="head"), Norm()),
 }
 # Steps of (sequence, number of tokens), their shape, and the tokens per row where that is fixed.
@@ -104,10 +114,14 @@ def test_the_kernels_give_the_logits_of_the_reference(model, device, name):
         np.testing.assert_allclose(logits, reference, rtol=1e-4, atol=1e-4)
 
 
+# Norms after rotation are not for that launch.
+ROTATED_NORM = Attention(num_heads=4, num_kv_heads=2, head_dim=16, rope=ROTATED, qk_norm="head", has_rotated_norm=True)
+
+
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", [*JOINED, "norms after rotation"])
 def test_joined_products_become_queries_and_pages_in_one_launch(name, run, monkeypatch):
-    mixer, norm = JOINED[name]
+    mixer, norm = JOINED.get(name, (ROTATED_NORM, Norm()))
     layer = Layer(mixer=mixer, feed_forward=MLP(intermediate_size=44), norm=norm)
     config = ModelConfig(vocab_size=64, hidden_size=32, max_position=256, groups=(LayerGroup((layer,), 2),), norm=norm)
     (steps, shape, q_len), params = RUNS[run], lively_params(config)
@@ -119,6 +133,6 @@ def test_joined_products_become_queries_and_pages_in_one_launch(name, run, monke
 
     actual = replayed(join_products(params, config), implementation="gpu_interpret", layout="gpu")
 
-    assert append.called
+    assert append.called == (name in JOINED)
     for logits, reference in zip(actual, expected, strict=True):
         np.testing.assert_allclose(logits, reference, rtol=1e-4, atol=1e-4)

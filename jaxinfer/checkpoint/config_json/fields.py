@@ -95,12 +95,13 @@ def require_count(hf: Mapping[str, Any], key: str, default: int) -> int:
     return 0 if hf.get(key, default) == 0 else require_size(hf, key, default)
 
 
-def expert_counts(hf: Mapping[str, Any], key: str, default: int, default_chosen: int) -> tuple[int, int]:
-    """Returns the number of experts, which `key` states, and of those that a token chooses."""
-    num_experts, num_chosen = require_size(hf, key, default), require_size(hf, "num_experts_per_tok", default_chosen)
+def expert_counts(
+    hf: Mapping[str, Any], key: str, default: int, default_chosen: int, chosen: str = "num_experts_per_tok"
+) -> tuple[int, int]:
+    """Returns the number of experts, which `key` states, and the number of them that a token chooses, of `chosen`."""
+    num_experts, num_chosen = require_size(hf, key, default), require_size(hf, chosen, default_chosen)
     if num_chosen > num_experts:
         raise ValueError(
-            f"num_experts_per_tok={num_chosen} is more than {key}={num_experts}; download the checkpoint's config.json"
-            " again"
+            f"{chosen}={num_chosen} is more than {key}={num_experts}; download the checkpoint's config.json again"
         )
     return num_experts, num_chosen

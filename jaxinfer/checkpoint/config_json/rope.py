@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
 from jaxinfer.checkpoint.config_json.window import FULL
+from jaxinfer.model.components.attention import QueryGrowth
 from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.validation import MAX_INT
 
@@ -30,7 +31,7 @@ def read_rope(
     `layer_type`: the kind of layer, for families whose kinds have parameters of their own. `default_partial` is the
     part of each head that is rotated where config.json states none.
     """
-    stated = _parameters(hf)
+    stated = rope_parameters(hf)
     parameters = stated if layer_type is None else _of_layer_type(stated, layer_type)
     partial = next(
         (
@@ -58,6 +59,32 @@ def read_rope(
     )
 
 
+def read_whole_rope(
+    hf: Mapping[str, Any],
+    head_dim: int,
+    max_position: int,
+    *,
+    default_theta: float = DEFAULT_THETA,
+    is_interleaved: bool = False,
+) -> Rope:
+    """Returns the same for a family whose layers all rotate whole heads; ValueError for a part of a head."""
+    rope = translate_rope(hf, max_position, default_theta)
+    return Rope(
+        dim=head_dim,
+        max_position=_longest(hf, max_position),
+        theta=rope["rope_theta"],
+        scaling=rope["rope_scaling"],
+        is_interleaved=is_interleaved,
+    )
+
+
+def read_query_growth(hf: Mapping[str, Any], max_position: int) -> QueryGrowth | None:
+    """Returns the factor on queries that the parameters of rotary embedding state, as in Ministral 3."""
+    parameters = rope_parameters(hf)
+    beta = number_or_default(parameters, "llama_4_scaling_beta", 0.0)
+    return QueryGrowth(beta=beta, length=_original_max_position(parameters, hf, max_position)) if beta else None
+
+
 def read_proportional_rope(
     hf: Mapping[str, Any], head_dim: int, max_position: int, *, layer_type: str, default_theta: float
 ) -> Rope:
@@ -65,7 +92,7 @@ def read_proportional_rope(
 
     Of this type a part of the pairs turns, with the frequencies that they have among all pairs of the head.
     """
-    parameters = _of_layer_type(_parameters(hf), layer_type)
+    parameters = _of_layer_type(rope_parameters(hf), layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     partial = number_or_default(parameters, "partial_rotary_factor", 1.0)
     num_turned = int(partial * head_dim // 2)
@@ -104,7 +131,8 @@ def _place(hf: Mapping[str, Any]) -> str:
     return "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
 
 
-def _parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the object of config.json with the parameters of rotary embedding; {} if there is none."""
     name = _place(hf)
     parameters = hf.get(name) or {}
     if not isinstance(parameters, Mapping):
@@ -119,7 +147,7 @@ def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: floa
     `rope_parameters`. Precedence and defaults follow transformers' modeling_rope_utils.py; `max_position` is
     the family's default.
     """
-    name, parameters = _place(hf), _parameters(hf)
+    name, parameters = _place(hf), rope_parameters(hf)
     if nested := {key: value for key, value in parameters.items() if isinstance(value, Mapping)}:
         raise ValueError(
             f"{name} per layer type, {nested!r}, is not supported; use a checkpoint with one rope for all layers"
@@ -129,7 +157,7 @@ def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: floa
             f"partial_rotary_factor={parameters['partial_rotary_factor']!r} is not supported;"
             " use a checkpoint that rotates whole heads"
         )
-    kind = _kind(parameters)
+    kind = rope_kind(parameters)
     # Dynamic NTK changes nothing up to max_position_embeddings, and no request is longer.
     if kind not in ("default", "dynamic", *_SCALINGS):
         raise ValueError(
@@ -143,7 +171,8 @@ def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: floa
     }
 
 
-def _kind(parameters: Mapping[str, Any]) -> Any:
+def rope_kind(parameters: Mapping[str, Any]) -> Any:
+    """Returns the stated type of rotary scaling, such as "yarn"."""
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
@@ -242,9 +271,9 @@ def _longest(hf: Mapping[str, Any], default: int) -> int:
     Recipes for long texts add YaRN to config.json, and leave `max_position_embeddings` at the native length.
     """
     longest = require_size(hf, "max_position_embeddings", default)
-    stated = _parameters(hf)
+    stated = rope_parameters(hf)
     for parameters in [value for value in stated.values() if isinstance(value, Mapping)] or [stated]:
-        if _kind(parameters) == "yarn":
+        if rope_kind(parameters) == "yarn":
             original, factor = _yarn_stretch(parameters, hf, default)
             if factor * original > MAX_INT:
                 raise ValueError(

@@ -19,12 +19,17 @@ from jaxinfer.checkpoint.families import (
     phi3,
     qwen,
 )
+from jaxinfer.checkpoint.families.near_llama import apertus, arcee, ernie, hunyuan
 from jaxinfer.checkpoint.families.recurrent import falcon_h1, jamba, mamba, nemotron_h
 
 FAMILIES: Mapping[str, Family] = {
+    "apertus": apertus.FAMILY,
+    "arcee": arcee.FAMILY,
     "deepseek_v2": deepseek.FAMILY_2,
     "deepseek_v3": deepseek.FAMILY_3,
     "dots1": glm.DOTS_FAMILY,
+    "ernie4_5": ernie.FAMILY,
+    "ernie4_5_moe": ernie.MOE_FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
     "gemma": gemma.FAMILY_1,
     "gemma2": gemma.FAMILY_2,
@@ -40,6 +45,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": granite.MOE_FAMILY,
     "granitemoehybrid": granite.HYBRID_FAMILY,
     "granitemoeshared": granite.SHARED_FAMILY,
+    "hunyuan_v1_dense": hunyuan.FAMILY,
     "jamba": jamba.FAMILY,
     "kimi_k2": deepseek.KIMI_K2,
     "kimi_k25": deepseek.KIMI_K2_5,
@@ -47,6 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     "mamba": mamba.FAMILY_1,
     "mamba2": mamba.FAMILY_2,
     "minimax_m2": mistral.MINIMAX_M2,
+    "ministral3": mistral.FAMILY_3,
     "mistral": mistral.FAMILY,
     "mistral3": mistral.FAMILY_3_WITH_IMAGES,
     "mixtral": mistral.MIXTRAL,

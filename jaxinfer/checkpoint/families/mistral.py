@@ -1,7 +1,8 @@
-"""Mistral: Llama with a sliding window, which later ones have no more; Mixtral and MiniMax-M2, with experts.
+"""Mistral, Mixtral, MiniMax-M2 and Ministral 3.
 
-Both have experts in every layer, stored by the same names. MiniMax-M2 chooses them by biased sigmoids, and rotates a
-part of each head after a norm over all heads.
+Mistral is Llama with a sliding window, which later ones have no more. Mixtral and MiniMax-M2 have experts in every layer,
+stored by the same names. MiniMax-M2 chooses them by biased sigmoids, and rotates a part of each head after a norm over
+all heads. Queries of Ministral 3 grow with the position.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     require_size,
     stated_head_dim,
 )
-from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.rope import read_query_growth, read_rope, read_whole_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import stated_window
 from jaxinfer.checkpoint.families import llama
@@ -39,6 +40,16 @@ from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
 
 MAX_POSITION = 131_072
+MAX_POSITION_3 = 262_144  # of Ministral 3
+ROPE_3: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 MIXTRAL_THETA = 1_000_000.0
 MINIMAX_MAX_POSITION = 196_608
 MINIMAX_THETA = 5_000_000.0
@@ -70,6 +81,33 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads(hf, default=8),
         head_dim=divided_head_dim(hf),
         sliding_window=stated_window(hf),
+    )
+
+
+def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Ministral3Config.
+
+    transformers cannot run a checkpoint without `llama_4_scaling_beta`; here its queries do not grow.
+    """
+    refuse_unsupported(hf, "Ministral3ForCausalLM")
+    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
+        hf = {**hf, "rope_parameters": ROPE_3}
+    head_dim = divided_head_dim({"head_dim": 128, **hf})
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=8),
+        head_dim=head_dim,
+        rope=read_whole_rope(hf, head_dim, MAX_POSITION_3),
+        window=stated_window({"sliding_window": None, **hf}),
+        query_growth=read_query_growth(hf, MAX_POSITION_3),
+    )
+    mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
+    layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm(hf, default=1e-5))
+    return decoder_of(
+        hf,
+        [layer] * read_num_layers(hf),
+        max_position=MAX_POSITION_3,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
     )
 
 
@@ -148,4 +186,7 @@ def _rotary_dim(hf: Mapping[str, Any], head_dim: int) -> int:
 FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)
 MIXTRAL = Family(config_from_hf=config_from_hf_mixtral, weights=MIXTRAL_WEIGHTS)
 MINIMAX_M2 = Family(config_from_hf=config_from_hf_minimax, weights=MINIMAX_WEIGHTS)
-FAMILY_3_WITH_IMAGES = text_model_family(FAMILY, architecture="Mistral3ForConditionalGeneration", model_type="mistral")
+FAMILY_3 = Family(config_from_hf=config_from_hf_3, weights=llama.WEIGHTS)
+FAMILY_3_WITH_IMAGES = text_model_family(
+    FAMILY, architecture="Mistral3ForConditionalGeneration", model_type="mistral", others={"ministral3": FAMILY_3}
+)

@@ -278,7 +278,7 @@ def _assemble_floats(
     def read(*part: range) -> np.ndarray:
         whole = empty_aligned(tuple(map(len, part)), dtype)
         for place, numbers in _floats_in_pieces(assembly, stored, dtype, part):
-            np.copyto(whole[place], numbers, casting="unsafe")
+            np.copyto(whole[(*place, ...)], numbers, casting="unsafe")  # a view, of a single number too
         return whole
 
     array = jax.ShapeDtypeStruct(assembly.shape, dtype)
@@ -337,8 +337,8 @@ def _floats_in_pieces(
     Stored tensors are read one after another: blocks and integers become floats as they are read.
     """
     num_stacked = assembly.num_stacked
-    *outputs, inputs = part[num_stacked:]
-    cuts, room = [], NUMBERS_AT_ONCE // len(inputs)
+    outputs, inputs = part[num_stacked:-1], part[num_stacked:][-1:]  # both are () for a number per layer
+    cuts, room = [], NUMBERS_AT_ONCE // math.prod(map(len, inputs))
     for axis in reversed(outputs):
         step = max(room, 1)
         cuts.insert(0, [axis[start : start + step] for start in range(0, len(axis), step)])
@@ -349,7 +349,7 @@ def _floats_in_pieces(
         for piece in itertools.product(*cuts):
             pairs = zip(piece, outputs, strict=True)
             own_place = (slice(own.start - axis.start, own.stop - axis.start) for own, axis in pairs)
-            yield (*place, *own_place), assembly.view(whole, _slices((*piece, inputs)))
+            yield (*place, *own_place), assembly.view(whole, _slices((*piece, *inputs)))
 
 
 def _slices(part: Part) -> tuple[slice, ...]:

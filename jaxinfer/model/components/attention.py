@@ -43,7 +43,25 @@ from kernels_pallas.paged_attention import (
     write_kv,
 )
 from kernels_pallas.paged_attention.call import token_slots
+from kernels_pallas.row_products import rounded
 from kernels_pallas.whole_rows import PagedCall, PlainCall, plain_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """A factor on queries that grows with the position: 1 + beta log(1 + floor(position / length))."""
+
+    beta: float
+    length: int  # tokens, of which the first have the factor 1
+
+    def __post_init__(self) -> None:
+        require_positive("beta", self.beta)
+        require_int("length", self.length, 1)
+
+    def grown(self, q: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns queries [T, N, H] of tokens at positions i32[T] times their factors, in float32."""
+        factors = 1.0 + rounded(self.beta * jnp.log((1 + positions // self.length).astype(jnp.float32)))
+        return rounded(q.astype(jnp.float32) * jnp.broadcast_to(factors[:, None, None], q.shape)).astype(q.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +74,12 @@ class Attention:
     rope: Rope | None = None  # None: the layer knows no positions, only their order
     window: int | None = None  # tokens that a token attends to, itself included; None: all
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    query_growth: QueryGrowth | None = None  # None: a token's position changes its scores by rotation alone
     softcap: float | None = None  # bounds scores by softcap * tanh(score / softcap)
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: str | None = None  # of queries and keys before rotation: "head", over each head, or "all", over all heads
+    has_rotated_norm: bool = False  # the norm of queries and keys comes after their rotation
     has_value_norm: bool = False  # of each head's value, without a weight
     has_values: bool = True  # False: a value is the key before its norm and rotation
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
@@ -82,6 +102,8 @@ class Attention:
         for name in ("scale", "softcap"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
+        is_growth = self.query_growth is None or isinstance(self.query_growth, QueryGrowth)
+        require(is_growth, "query_growth", self.query_growth, "a QueryGrowth or None")
         if self.source is not None:
             require_int("source", self.source, 0)
         for name in ("has_qkv_bias", "has_output_bias", "has_value_norm", "has_values", "has_gate", "has_sinks"):
@@ -94,6 +116,9 @@ class Attention:
         require(self.source is None or not makes_values, "source", self.source, are_own)
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
+        require_bool("has_rotated_norm", self.has_rotated_norm)
+        has_both = not self.has_rotated_norm or (self.qk_norm is not None and self.rope is not None)
+        require(has_both, "has_rotated_norm", self.has_rotated_norm, "False without qk_norm or rope")
 
     @property
     def num_held_heads(self) -> int:
@@ -227,6 +252,8 @@ def attend(
     else:
         outputs = linears(x, params, projected_sizes(config), params.qkv, inputs.tokens)
         q, k, v = project_qkv(params, outputs, inputs, config=config, norm=norm)
+    if config.query_growth is not None:
+        q = config.query_growth.grown(q, inputs.step.batch.positions)
     if config.has_cache_scales and isinstance(pages, Pages) and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
         scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}
@@ -264,10 +291,12 @@ def _appends_products(
 ) -> bool:
     """Returns whether `append_products` can take the products of a joined tensor.
 
-    Not if adapters change them, if they have a derivative, or if norms are over other numbers than a head's.
+    Not if adapters change them, if they have a derivative, or if norms are over other numbers than a head's, or after
+    rotation.
     """
     sizes = projected_sizes(config)
     has_all = sizes.keys() >= {"q", "k", "v"} and config.qk_norm != "all" and not config.has_value_norm
+    has_all = has_all and not config.has_rotated_norm
     are_adapted = any(getattr(params, name) is not None for name in sizes)
     if params.qkv is None or not has_all or are_adapted or inputs.step.num_whole_rows is not None:
         return False
@@ -315,11 +344,12 @@ def project_qkv(
     """
 
     def placed(heads: jax.Array, weight: Any) -> jax.Array:
-        if config.qk_norm is not None:
+        if config.qk_norm is not None and not config.has_rotated_norm:
             heads = _normed(heads, weight, norm)
-        if config.rope is None:
-            return heads
-        return rotary_embedding(heads, *inputs.step.angles_of(config.rope), is_interleaved=config.rope.is_interleaved)
+        if config.rope is not None:
+            angles = inputs.step.angles_of(config.rope)
+            heads = rotary_embedding(heads, *angles, is_interleaved=config.rope.is_interleaved)
+        return _normed(heads, weight, norm) if config.has_rotated_norm else heads
 
     q = placed(next(outputs), params.q_norm)
     if config.source is not None:

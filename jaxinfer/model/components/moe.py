@@ -71,6 +71,10 @@ class MoE:
         require(isinstance(self.router, Router), "router", self.router, "a Router")
         is_shared = self.shared is None or isinstance(self.shared, MLP)
         require(is_shared, "shared", self.shared, "an MLP or None")
+        for name in ("expert", "shared"):  # devices share experts with no other tensors than weights and biases
+            network = getattr(self, name)
+            is_plain = network is None or not network.is_learned
+            require(is_plain, f"{name}.activation", network and network.activation, "one without tensors of its own")
         is_divided = self.num_experts % self.router.num_groups == 0
         require(is_divided, "num_experts", self.num_experts, f"a multiple of num_groups={self.router.num_groups}")
         num_choices = self.num_experts * self.router.num_chosen_groups // self.router.num_groups

@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, Norm, linear, product, rms_norm, swiglu
+from jaxinfer.model.components.mlp import CurveParams, xielu
 from jaxinfer.quantization.quantized_array import quantize
 from kernels_pallas.row_products import row_sum
 from tests.checkpoint.test_format_table import kernels_of
@@ -100,6 +101,18 @@ def test_squared_relu_is_the_square_of_what_is_positive():
     up = normal(4, 9) * 5
 
     assert_close(jax.jit(UNGATED_ACTIVATIONS["relu2"])(up), np.maximum(up.astype(float), 0) ** 2)
+
+
+def test_xielu_is_a_parabola_above_zero_and_an_exponential_below():
+    up, numbers = normal(4, 9) * 3, {"alpha_p": -0.4, "alpha_n": 0.7, "beta": 0.5, "eps": -1e-6}
+    curve = CurveParams(
+        **{name: jnp.full((1,) if name.startswith("alpha") else (), a, jnp.float32) for name, a in numbers.items()}
+    )
+    rise, fall = (np.log1p(np.exp(numbers[name])) for name in ("alpha_p", "alpha_n"))
+
+    x = up.astype(float)
+    below = (fall + 0.5) * (np.expm1(np.minimum(x, -1e-6)) - x) + 0.5 * x
+    assert_close(jax.jit(xielu)(up, curve), np.where(x > 0, rise * x**2 + 0.5 * x, below))
 
 
 def test_swiglu_gates_with_x_times_sigmoid():

@@ -1,0 +1,1 @@
+"""The families that are Llama but for one part of each layer."""
