@@ -17,6 +17,7 @@ transformers.utils.logging.disable_progress_bar()
 CONFIGS = {
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "exaone4": transformers.Exaone4Config,
     "falcon_h1": transformers.FalconH1Config,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
@@ -38,6 +39,7 @@ CONFIGS = {
     "nemotron_h": transformers.NemotronHConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
+    "olmoe": transformers.OlmoeConfig,
     "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen2_moe": transformers.Qwen2MoeConfig,
@@ -46,6 +48,7 @@ CONFIGS = {
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
+    "seed_oss": transformers.SeedOssConfig,
     "smollm3": transformers.SmolLM3Config,
 }
 SIZES = {
@@ -95,6 +98,7 @@ STATE_SPACE: dict[str, Any] = {
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, **LATENT, **MOE, **NO_IDS},
     "deepseek_v3": {**LATENT, **MOE, **NO_IDS},
+    "exaone4": {"sliding_window": 9, "num_hidden_layers": 4, **NO_IDS},
     "falcon_h1": {
         "head_dim": 12,
         "mamba_d_ssm": 60,
@@ -186,6 +190,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
     "olmo2": NO_IDS,
     "olmo3": {"sliding_window": 9, **NO_IDS},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, **NO_IDS},
     "phi3": NO_IDS,
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 28, **MOE, **NO_IDS},
     "qwen3": {"head_dim": 12},
@@ -193,6 +198,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS_3_5, **MOE, **NO_IDS},
     "qwen3_5_text": {**DELTA_NETS_3_5, **NO_IDS},
     "qwen3_next": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS, **MOE, **NO_IDS},
+    "seed_oss": {"head_dim": 12, **NO_IDS},
     "smollm3": NO_IDS,
 }
 

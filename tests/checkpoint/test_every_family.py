@@ -153,6 +153,10 @@ REFUSED = [
     ("mixtral", {"num_experts_per_tok": 6}),
     ("glm4_moe", {"n_group": 3}),
     ("glm4_moe", {"topk_group": 2}),
+    ("olmoe", {"num_experts_per_tok": 7}),
+    ("olmoe", {"clip_qkv": 8.0}),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}),
+    ("exaone4", {"layer_types": ["sliding_attention"] * 3}),
 ]
 
 
