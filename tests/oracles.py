@@ -43,6 +43,7 @@ CONFIGS = {
     "dots1": transformers.Dots1Config,
     "ernie4_5": transformers.Ernie4_5Config,
     "ernie4_5_moe": transformers.Ernie4_5_MoeConfig,
+    "exaone4": transformers.Exaone4Config,
     "falcon_h1": transformers.FalconH1Config,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
@@ -69,6 +70,7 @@ CONFIGS = {
     "nemotron_h": transformers.NemotronHConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
+    "olmoe": transformers.OlmoeConfig,
     "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen2_moe": transformers.Qwen2MoeConfig,
@@ -77,6 +79,7 @@ CONFIGS = {
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
+    "seed_oss": transformers.SeedOssConfig,
     "smollm3": transformers.SmolLM3Config,
     "solar_open": transformers.SolarOpenConfig,
 }
@@ -132,6 +135,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, **MOE, **NO_IDS},
     "ernie4_5": {"head_dim": 12, **NO_IDS},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, **NO_IDS},
+    "exaone4": {"sliding_window": 9, "num_hidden_layers": 4, **NO_IDS},
     "falcon_h1": {
         "head_dim": 12,
         "mamba_d_ssm": 60,
@@ -237,6 +241,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
     "olmo2": NO_IDS,
     "olmo3": {"sliding_window": 9, **NO_IDS},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, **NO_IDS},
     "phi3": NO_IDS,
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 28, **MOE, **NO_IDS},
     "qwen3": {"head_dim": 12},
@@ -244,6 +249,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS_3_5, **MOE, **NO_IDS},
     "qwen3_5_text": {**DELTA_NETS_3_5, **NO_IDS},
     "qwen3_next": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS, **MOE, **NO_IDS},
+    "seed_oss": {"head_dim": 12, **NO_IDS},
     "smollm3": NO_IDS,
     "solar_open": {"head_dim": 12, "n_routed_experts": 8, **MOE, **NO_IDS},
 }

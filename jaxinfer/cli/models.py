@@ -53,7 +53,10 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("Gemma 4", ("gemma4", "gemma4_text"), ("google/gemma-4-E2B-it", "google/gemma-4-26B-A4B-it")),
     ("Phi-3, Phi-4", ("phi3",), ("microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4")),
     ("OLMo 2 and 3", ("olmo2", "olmo3"), ("allenai/OLMo-2-1124-7B-Instruct", "allenai/Olmo-3-7B-Instruct")),
+    ("OLMoE", ("olmoe",), ("allenai/OLMoE-1B-7B-0125-Instruct",)),
+    ("EXAONE 4", ("exaone4",), ("LGAI-EXAONE/EXAONE-4.0-1.2B", "LGAI-EXAONE/EXAONE-4.0-32B")),
     ("SmolLM3", ("smollm3",), ("HuggingFaceTB/SmolLM3-3B",)),
+    ("Seed-OSS", ("seed_oss",), ("ByteDance-Seed/Seed-OSS-36B-Instruct",)),
     (
         "Granite 3 and 4",
         ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"),

@@ -237,6 +237,10 @@ def _gpt_oss(keys: _Keys) -> Settings:
     return {**scaling, **_windows(keys)}
 
 
+def _exaone_4(keys: _Keys) -> Settings:
+    return {"sliding_window": keys.get("attention.sliding_window") or None, **_windows(keys)}
+
+
 def _factors(keys: _Keys, name: str) -> list[float] | None:
     return NamedTensor(keys.tensors[name]).numbers(slice(1))[0].tolist() if name in keys.tensors else None
 
@@ -279,6 +283,11 @@ def _rope(keys: _Keys, head_dim: int) -> Settings:
 
 _LLAMA = Architecture(model_type="llama", has_pairs=True)
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "exaone4": Architecture(
+        model_type="exaone4",
+        names={**_names(**_POST_NORMS, **_HEAD_NORMS), "attn_norm": "", "ffn_norm": ""},
+        derive=_exaone_4,
+    ),
     "gemma": Architecture(model_type="gemma", norms_added=1.0),
     "gemma2": Architecture(
         model_type="gemma2",
@@ -327,6 +336,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture(
         model_type="olmo2", names={**_names(**_POST_NORMS, **_HEAD_NORMS), "attn_norm": "", "ffn_norm": ""}
     ),
+    "olmoe": Architecture(
+        model_type="olmoe",
+        names=_names(**_HEAD_NORMS, **_experts("mlp.gate", *_GATES)),
+        settings={**_CHOICE, "expert_count": "num_experts"},
+        derive=lambda _: {"norm_topk_prob": False},  # as llama.cpp computes it
+    ),
     "phi3": Architecture(
         model_type="phi3",
         names=_names(attn_qkv=f"{ATTENTION}.qkv_proj", ffn_up="mlp.gate_up_proj"),
@@ -343,6 +358,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "expert_feed_forward_length": "moe_intermediate_size",
         },
         derive=lambda _: {"norm_topk_prob": True},  # as llama.cpp computes it
+    ),
+    "seed_oss": Architecture(
+        model_type="seed_oss", names={**_names(post_attention_norm="post_attention_layernorm"), "ffn_norm": ""}
     ),
     "smollm3": Architecture(model_type="smollm3", has_pairs=True),
 }

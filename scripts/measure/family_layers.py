@@ -61,6 +61,7 @@ WINDOWS: tuple[Mapping[str, Any], ...] = (
 SWITCHES: tuple[Mapping[str, Any], ...] = (
     {},
     {"attention_bias": True},
+    {"attention_out_bias": True},
     {"mlp_bias": True},
     {"use_qk_norm": True},
     {"partial_rotary_factor": 0.5},

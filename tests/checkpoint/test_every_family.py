@@ -192,6 +192,10 @@ REFUSED = [
     ("minimax_m2", {"shared_intermediate_size": 32}),
     ("minimax_m2", {"use_qk_norm": False}),
     ("minimax_m2", {"use_routing_bias": False}),
+    ("olmoe", {"num_experts_per_tok": 7}),
+    ("olmoe", {"clip_qkv": 8.0}),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}),
+    ("exaone4", {"layer_types": ["sliding_attention"] * 3}),
 ]
 
 

@@ -72,6 +72,9 @@ def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, w
             {"qkv biases", "experts", "gated shared expert", "dense layers among them"},
         ),
         ("smollm3", {"layers without positions", "attention biases", "MLP biases"}),
+        ("exaone4", {"norms of queries and keys", "norms after", "layers without positions"}),
+        ("olmoe", {"norms of queries and keys over all heads", "attention biases", "experts"}),
+        ("seed_oss", {"qkv biases", "attention biases", "MLP biases"}),
         (
             "falcon_h1",
             {

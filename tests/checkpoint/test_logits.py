@@ -115,6 +115,22 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": LINEAR,
         },
     },
+    "exaone4": {
+        "three windows, then a layer without positions": {},
+        "no window, positions in all layers, one KV head, tied": {
+            "sliding_window": None,
+            "layer_types": [FULL] * 4,
+            **ONE_KV_HEAD,
+            **TIED,
+        },
+        "layers without positions alone, wide heads": {"layer_types": [FULL] * 4, "head_dim": 20},
+        "every second layer full, a llama3 rope, another epsilon": {
+            "sliding_window_pattern": 2,
+            "sliding_window": 5,
+            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16},
+            "rms_norm_eps": 1e-2,
+        },
+    },
     "falcon_h1": {
         "multipliers, no norm of the state space's output": {},
         "a norm before the gate, biases, tied, no multipliers": {
@@ -468,6 +484,21 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "a layer without window": {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 5},
         "one KV head, biases, yarn": {**ONE_KV_HEAD, **MIXED, "attention_bias": True, "rope_parameters": YARN},
     },
+    "olmoe": {
+        "two of six experts, norms of all heads": {},
+        "weights that add up, one KV head, biases": {
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            **ONE_KV_HEAD,
+        },
+        "all experts, as many KV heads as heads, yarn, tied, another epsilon": {
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": None,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-2,
+            **TIED,
+        },
+    },
     "phi3": {
         "fused weights": {},
         "window of 7, half of each head rotated": {
@@ -562,6 +593,22 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 2,
             "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1e-2,
+        },
+    },
+    "seed_oss": {
+        "biases of queries, keys and values": {},
+        "a bias of the output alone, biases of MLPs, one KV head": {
+            "attention_bias": False,
+            "attention_out_bias": True,
+            "mlp_bias": True,
+            **ONE_KV_HEAD,
+        },
+        "all biases, heads of the hidden size, yarn, tied": {
+            "attention_out_bias": True,
+            "head_dim": None,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-2,
+            **TIED,
         },
     },
     "smollm3": {

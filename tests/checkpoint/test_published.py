@@ -62,6 +62,10 @@ IN_BILLIONS = {
     "Kimi-K2": 1_026,
     "MiniMax-M2": 229,
     "GLM-4.6": 355,
+    "OLMoE-1B-7B": 6.9,
+    "EXAONE-4.0-1.2B": 1.28,
+    "EXAONE-4.0-32B": 32,
+    "Seed-OSS-36B": 36,
 }
 # Of these, the names alone tell, to a digit; their configs are those of test_qwen3_5.py and test_gemma4.py.
 NAMED = {"Qwen3.5-0.8B": 0.75, "Gemma-4-E2B": 4.6}

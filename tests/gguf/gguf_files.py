@@ -24,6 +24,7 @@ TYPES = {block.name: block for block in BLOCK_TYPES.values()}
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 ARCHITECTURES = {
     **{name: name for name in ("gemma", "gemma2", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")},
+    **{name: name for name in ("exaone4", "olmoe", "seed_oss")},
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
     "mixtral": "llama",
@@ -178,6 +179,9 @@ def write_metadata(writer: gguf.GGUFWriter, model: SmallModel) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(full["factor"])
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if arch == "exaone4" and config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         is_full = set(hf.get("layer_types") or ["windows"]) == {"full_attention"}
         writer.add_sliding_window(0 if is_full else config.sliding_window or 0)

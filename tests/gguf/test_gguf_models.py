@@ -61,6 +61,18 @@ CASES = {
     "phi3 with two lengths": ("phi3", "Q4_0", {"rope_parameters": LONGROPE}),
     "olmo2": ("olmo2", "Q4_1", {}),
     "granite": ("granite", "Q8_0", {}),
+    "exaone4": (
+        "exaone4",
+        "Q4_0",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64},
+        },
+    ),
+    "exaone4 without windows": ("exaone4", "Q8_0", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "olmoe": ("olmoe", "Q4_0", {}),
+    "seed_oss": ("seed_oss", "Q8_0", {"head_dim": 64}),
     "smollm3": ("smollm3", "Q4_0", {"num_hidden_layers": 4}),
 }
 

@@ -30,6 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": glm.DOTS_FAMILY,
     "ernie4_5": ernie.FAMILY,
     "ernie4_5_moe": ernie.MOE_FAMILY,
+    "exaone4": olmo.EXAONE_FAMILY,
     "falcon_h1": falcon_h1.FAMILY,
     "gemma": gemma.FAMILY_1,
     "gemma2": gemma.FAMILY_2,
@@ -60,6 +61,7 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": nemotron_h.FAMILY,
     "olmo2": olmo.FAMILY_2,
     "olmo3": olmo.FAMILY_3,
+    "olmoe": olmo.MOE_FAMILY,
     "phi3": phi3.FAMILY,
     "qwen2": qwen.FAMILY_2,
     "qwen2_moe": qwen.MOE_FAMILY_2,
@@ -70,6 +72,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": qwen.TEXT_FAMILY_3_5,
     "qwen3_moe": qwen.MOE_FAMILY_3,
     "qwen3_next": qwen.NEXT_FAMILY,
+    "seed_oss": llama.SEED_OSS_FAMILY,
     "smollm3": llama.SMOLLM3_FAMILY,
     "solar_open": glm.SOLAR_FAMILY,
 }

@@ -1,6 +1,7 @@
-"""Llama 1 to 3.x and what is published in its form (TinyLlama, SmolLM2, Yi, ...), and SmolLM3.
+"""Llama 1 to 3.x and what is published in its form (TinyLlama, SmolLM2, Yi, ...), SmolLM3 and Seed-OSS.
 
-SmolLM3 is Llama without rotary embedding in every fourth layer.
+SmolLM3 is Llama without rotary embedding in every fourth layer. Seed-OSS is Llama with biases on queries, keys and
+values, and with a switch of its own for that of the attention's output.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
 
 SMOLLM3_MAX_POSITION = 32_768
 SMOLLM3_THETA = 2_000_000.0
+SEED_OSS_MAX_POSITION = 524_288
+SEED_OSS_HEAD_DIM = 128
 _LAYER = "model.layers.{layer}"
 
 WEIGHTS: WeightTable = {
@@ -116,5 +119,19 @@ def smollm3_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def seed_oss_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' SeedOssConfig."""
+    return uniform_decoder(
+        **translate_common(hf, architecture="SeedOssForCausalLM", max_position=SEED_OSS_MAX_POSITION),
+        num_kv_heads=num_kv_heads(hf, default=8),
+        # As in transformers, null divides the hidden size among the heads, and an absent key does not.
+        head_dim=divided_head_dim(hf) if "head_dim" in hf else SEED_OSS_HEAD_DIM,
+        has_qkv_bias=is_enabled(hf, "attention_bias", default=True),
+        has_output_bias=is_enabled(hf, "attention_out_bias"),
+        has_mlp_bias=is_enabled(hf, "mlp_bias"),
+    )
+
+
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
 SMOLLM3_FAMILY = Family(config_from_hf=smollm3_from_hf, weights=WEIGHTS)
+SEED_OSS_FAMILY = Family(config_from_hf=seed_oss_from_hf, weights=WEIGHTS)
