@@ -84,7 +84,7 @@ FORMATS = (*SAFETENSORS, "Q4_K_M")
 
 def write_safetensors(folder: Path, name: str) -> Path:
     """Writes a checkpoint's config.json, and a file whose numbers take no room on disk."""
-    from jaxinfer.checkpoint.published import LLAMA_8B
+    from jaxinfer.checkpoint.published.llama_qwen_gemma import LLAMA_8B
 
     settings, parts_of = SAFETENSORS[name]
     (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": settings}))
@@ -123,7 +123,7 @@ def write_q4_k_m(folder: Path) -> Path:
     import gguf
     import numpy as np
 
-    from jaxinfer.checkpoint.published import LLAMA_8B
+    from jaxinfer.checkpoint.published.llama_qwen_gemma import LLAMA_8B
 
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")

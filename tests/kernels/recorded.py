@@ -37,7 +37,7 @@ STEP_SOURCES = (
     *(f"jaxinfer/{name}" for name in ("model", "sampling", "steps", "quantization")),
     *(f"jaxinfer/checkpoint/{name}" for name in ("config_json", "families")),
     *("jaxinfer/config.py", "jaxinfer/sampling_params.py", "jaxinfer/plan/cache.py"),
-    *("jaxinfer/checkpoint/published.py", "jaxinfer/plan/compiler.py"),
+    *("jaxinfer/checkpoint/published", "jaxinfer/plan/compiler.py"),
 )
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 

@@ -1,8 +1,8 @@
 """Mistral, Mixtral, MiniMax-M2 and Ministral 3.
 
-Mistral is Llama with a sliding window, which later ones have no more. Mixtral and MiniMax-M2 have experts in every layer,
-stored by the same names. MiniMax-M2 chooses them by biased sigmoids, and rotates a part of each head after a norm over
-all heads. Queries of Ministral 3 grow with the position.
+Mistral is Llama with a sliding window, which later ones have no more. Mixtral and MiniMax-M2 have experts in every
+layer, stored by the same names. MiniMax-M2 chooses them by biased sigmoids, and rotates a part of each head after a
+norm over all heads. Queries of Ministral 3 grow with the position.
 """
 
 from __future__ import annotations
