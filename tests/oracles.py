@@ -33,7 +33,7 @@ class DeepseekV3ForCausalLM(transformers.DeepseekV3ForCausalLM):
 
 transformers.AutoConfig.register("kimi_k2", KimiK2Config)
 transformers.AutoModelForCausalLM.register(KimiK2Config, DeepseekV3ForCausalLM)
-register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
+register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3") or [])
 
 CONFIGS = {
     "apertus": transformers.ApertusConfig,
