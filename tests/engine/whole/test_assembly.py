@@ -15,6 +15,7 @@ from jaxinfer.engine import device_choice
 from jaxinfer.engine.assembly import plan_tiers, plan_window
 from jaxinfer.engine.device_choice import refuse_exact
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
+from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.config import LayerGroup, uniform_decoder
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.cache import MemoryQuestion, plan_cache
@@ -107,7 +108,8 @@ def test_endless_requests_are_refused_where_they_cannot_be(limits, model, messag
 
 def test_endless_requests_are_refused_if_keys_get_a_norm_after_their_rotation():
     layer = SMALL_MODEL.layers[0]
-    mixer: Any = replace(layer.mixer, qk_norm="head", has_rotated_norm=True)  # pyright: ignore[reportArgumentType]
+    assert isinstance(layer.mixer, Attention)
+    mixer = replace(layer.mixer, qk_norm="head", has_rotated_norm=True)
     model = replace(SMALL_MODEL, groups=(LayerGroup((replace(layer, mixer=mixer),), 2),))
     with pytest.raises(ValueError, match="=16 turns the keys .* a norm after their rotation; leave .*num_sink_tokens"):
         plan_cache(question_of(model))
