@@ -60,6 +60,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": qwen.TEXT_FAMILY_3_5,
     "qwen3_moe": qwen.MOE_FAMILY_3,
     "qwen3_next": qwen.NEXT_FAMILY,
+    "qwen3_vl": qwen.VL_FAMILY,
+    "qwen3_vl_moe": qwen.VL_MOE_FAMILY,
+    "qwen3_vl_moe_text": qwen.VL_MOE_TEXT_FAMILY,
+    "qwen3_vl_text": qwen.VL_TEXT_FAMILY,
     "seed_oss": llama.SEED_OSS_FAMILY,
     "smollm3": llama.SMOLLM3_FAMILY,
 }
