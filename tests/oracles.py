@@ -79,6 +79,8 @@ CONFIGS = {
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
+    "qwen3_vl_moe_text": transformers.Qwen3VLMoeTextConfig,
+    "qwen3_vl_text": transformers.Qwen3VLTextConfig,
     "seed_oss": transformers.SeedOssConfig,
     "smollm3": transformers.SmolLM3Config,
     "solar_open": transformers.SolarOpenConfig,
@@ -249,10 +251,40 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS_3_5, **MOE, **NO_IDS},
     "qwen3_5_text": {**DELTA_NETS_3_5, **NO_IDS},
     "qwen3_next": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS, **MOE, **NO_IDS},
+    "qwen3_vl_moe_text": {"head_dim": 12, "num_local_experts": 6, "tie_word_embeddings": False, **MOE, **NO_IDS},
+    "qwen3_vl_text": {"head_dim": 12, "pad_token_id": None},
     "seed_oss": {"head_dim": 12, **NO_IDS},
     "smollm3": NO_IDS,
     "solar_open": {"head_dim": 12, "n_routed_experts": 8, **MOE, **NO_IDS},
 }
+
+
+class Qwen3VLForCausalLM(transformers.Qwen3ForCausalLM):
+    """The text model of Qwen3-VL with logits, which transformers has only beside the model for images."""
+
+    config_class = transformers.Qwen3VLTextConfig
+    text_model = transformers.Qwen3VLTextModel
+
+    def __init__(self, config: Any) -> None:
+        transformers.PreTrainedModel.__init__(self, config)
+        self.model = self.text_model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+class Qwen3VLMoeForCausalLM(Qwen3VLForCausalLM):
+    """The same for a mixture of experts."""
+
+    config_class = transformers.Qwen3VLMoeTextConfig
+    text_model = transformers.Qwen3VLMoeTextModel
+
+
+# Text models whose class with logits is made here, by `model_type`.
+OWN_CLASSES = {"qwen3_vl_moe_text": Qwen3VLMoeForCausalLM, "qwen3_vl_text": Qwen3VLForCausalLM}
+for own_class in OWN_CLASSES.values():
+    # Of a configuration of transformers itself, a registration counts only so.
+    transformers.AutoModelForCausalLM.register(own_class.config_class, own_class, exist_ok=True)
 
 
 def random_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:

@@ -22,7 +22,7 @@ from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cach
 from jaxinfer.checkpoint.formats.elsewhere import READ, settings_beside, unread_format
 from jaxinfer.checkpoint.formats.gguf import describe_changed, gguf_tensors, settings_of_gguf
 from jaxinfer.checkpoint.huggingface import DOWNLOADED, gguf_files, read_headers, read_json, resolve_checkpoint
-from jaxinfer.checkpoint.making.assemblies import assemblies_of, grid_of, is_assembly, plan_assembly
+from jaxinfer.checkpoint.making.assemblies import assemblies_of, grid_of, is_assembly, plan_assembly, turned_as_stored
 from jaxinfer.checkpoint.making.grouping import Packing, grouped, packings_of
 from jaxinfer.checkpoint.making.misfits import (
     UNEMBEDDING,
@@ -209,6 +209,7 @@ class Checkpoint:
         weights = family.weights_among(stored)
         plan, unread = plan_assembly(config, weights), unread_keys_and_values(config, weights)
         stored = with_prefix(stored, {*expected_shapes(plan), *unread}, family.prefix)
+        plan = turned_as_stored(plan, stored, family.turned)
         of_head = (CLASSIFIER_WEIGHT,) if is_classifier(self.settings) else ()
         own = _without(stored, (*family.skipped, *family.draft_prefixes(self.settings), *unread, *of_head))
         if config.has_tied_embeddings and plan.embedding.names[0] not in own:

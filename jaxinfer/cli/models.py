@@ -39,6 +39,11 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     ("Qwen2, Qwen2.5", ("qwen2", "qwen2_moe"), ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")),
     ("Qwen3", ("qwen3", "qwen3_moe"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")),
+    (
+        "Qwen3-VL",
+        ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+        ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct"),
+    ),
     ("Qwen3-Next", ("qwen3_next",), ("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
     (
         "Qwen3.5",
@@ -52,8 +57,11 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     ("Gemma 4", ("gemma4", "gemma4_text"), ("google/gemma-4-E2B-it", "google/gemma-4-26B-A4B-it")),
     ("Phi-3, Phi-4", ("phi3",), ("microsoft/Phi-3.5-mini-instruct", "microsoft/phi-4")),
-    ("OLMo 2 and 3", ("olmo2", "olmo3"), ("allenai/OLMo-2-1124-7B-Instruct", "allenai/Olmo-3-7B-Instruct")),
-    ("OLMoE", ("olmoe",), ("allenai/OLMoE-1B-7B-0125-Instruct",)),
+    (
+        "OLMo 2, 3, OLMoE",
+        ("olmo2", "olmo3", "olmoe"),
+        ("allenai/Olmo-3-7B-Instruct", "allenai/OLMoE-1B-7B-0125-Instruct"),
+    ),
     ("EXAONE 4", ("exaone4",), ("LGAI-EXAONE/EXAONE-4.0-1.2B", "LGAI-EXAONE/EXAONE-4.0-32B")),
     ("SmolLM3", ("smollm3",), ("HuggingFaceTB/SmolLM3-3B",)),
     ("Seed-OSS", ("seed_oss",), ("ByteDance-Seed/Seed-OSS-36B-Instruct",)),

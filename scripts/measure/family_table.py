@@ -86,7 +86,8 @@ def page_of(cells: Cells) -> str:
         f"`python scripts/measure/family_table.py` ran {cells.num_tests} tests on CPU in float32 and wrote this page on"
         f" {date.today()}. Each family has small random checkpoints. Columns from chunks to loop compare all tokens and"
         " log-probabilities with those of each request computed alone, to the bit. `gemma3`, `gemma4`, `kimi_k25`,"
-        " `mistral3`, `qwen3_5` and `qwen3_5_moe` read images too; the table has their text models. The columns:"
+        " `mistral3`, `qwen3_5`, `qwen3_5_moe`, `qwen3_vl` and `qwen3_vl_moe` read images too; the table has their text"
+        " models. The columns:"
     )
     parts = [
         "# What works for each family",

@@ -142,7 +142,12 @@ def test_names_may_lack_the_prefix_of_the_backbone(checkpoint, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-WITH_IMAGES = {"gemma3_text": "gemma3", "mistral": "mistral3", "qwen3_5_text": "qwen3_5"}
+WITH_IMAGES = {
+    "gemma3_text": "gemma3",
+    "mistral": "mistral3",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_vl_text": "qwen3_vl",
+}
 # What stands for "model." in the names of a text model that lies in a model with images.
 NAMES = ["language_model.model.", "model.language_model.", "language_model."]
 
@@ -155,7 +160,7 @@ def pair(request, tmp_path_factory):
     whole = Path(shutil.copytree(text, folder / "whole"))
     settings = json.loads((text / "config.json").read_text())
     kind = WITH_IMAGES[request.param]
-    name = NAMES[1] if kind == "qwen3_5" else NAMES[0]
+    name = NAMES[1] if kind in ("qwen3_5", "qwen3_vl") else NAMES[0]
     tensors = load_file(whole / "model.safetensors")
     save_file({key.replace("model.", name, 1): w for key, w in tensors.items()}, whole / "model.safetensors")
     (whole / "config.json").write_text(json.dumps({"model_type": kind, "text_config": settings}))

@@ -23,8 +23,8 @@ from jaxinfer.model.params import Params
 from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 
-# tests/checkpoint/test_text_models.py, test_gemma4.py, test_kimi.py and test_qwen3_5.py test their own part.
-WITH_IMAGES = ("gemma3", "gemma4", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe")
+# test_text_models.py, test_gemma4.py, test_kimi.py, test_qwen3_5.py and test_qwen3_vl.py test their own part.
+WITH_IMAGES = ("gemma3", "gemma4", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 # test_logits.py judges their tensors.
 RECURRENT = (
     *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
@@ -192,6 +192,8 @@ REFUSED = [
     ("minimax_m2", {"shared_intermediate_size": 32}),
     ("minimax_m2", {"use_qk_norm": False}),
     ("minimax_m2", {"use_routing_bias": False}),
+    ("qwen3_vl_moe_text", {"norm_topk_prob": False}),
+    ("qwen3_vl_moe_text", {"mlp_only_layers": "0"}),
     ("olmoe", {"num_experts_per_tok": 7}),
     ("olmoe", {"clip_qkv": 8.0}),
     ("exaone4", {"sliding_window_pattern": "LLLG"}),

@@ -13,10 +13,12 @@ from transformers.models.auto.modeling_auto import (
 
 from jaxinfer.checkpoint.families import FAMILIES
 from scripts.measure import family_layers
+from tests.oracles import OWN_CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 # Of families that read images the one of the whole model, which published checkpoints name.
 ARCHITECTURES = {
+    **{model_type: own_class.__name__ for model_type, own_class in OWN_CLASSES.items()},
     **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "kimi_k2": "DeepseekV3ForCausalLM",  # as published: transformers has no class of its own

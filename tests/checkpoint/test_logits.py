@@ -595,6 +595,36 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     },
+    "qwen3_vl_moe_text": {
+        "two of six experts": {},
+        "a dense layer among them, biases, tied, all experts": {
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "num_experts_per_tok": 6,
+            **TIED,
+        },
+        "every other layer dense, yarn by three positions, heads of the hidden size, another epsilon": {
+            "decoder_sparse_step": 2,
+            "head_dim": None,
+            "rope_parameters": {**YARN, **THREE_POSITIONS},
+            "rms_norm_eps": 1e-2,
+        },
+    },
+    "qwen3_vl_text": {
+        "heads of another size": {},
+        "a default rope by three positions, one KV head, tied": {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "default", **THREE_POSITIONS},
+            **ONE_KV_HEAD,
+            **TIED,
+        },
+        "biases, as many KV heads as heads, yarn": {
+            "attention_bias": True,
+            "num_key_value_heads": None,
+            "rope_parameters": YARN,
+            "rms_norm_eps": 1e-2,
+        },
+    },
     "seed_oss": {
         "biases of queries, keys and values": {},
         "a bias of the output alone, biases of MLPs, one KV head": {

@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.checkpoint.published import PUBLISHED, published_config
 from jaxinfer.model.params import abstract_params
 
-# In millions, as model cards and papers give them; Gemma's without its image encoder.
+# In millions, as model cards and papers give them; Gemma's and Qwen3-VL's without the image encoder.
 COUNTS = {
     "Llama-3.2-1B": 1_236,
     "Llama-3.2-3B": 3_213,
@@ -45,6 +45,8 @@ COUNTS = {
     "Qwen3-Coder-30B-A3B": 30_532,
     "Qwen3-235B-A22B-2507": 235_094,
     "Mistral-Small-3.2-24B": 23_572,
+    "Qwen3-VL-8B": 8_191,
+    "Qwen3-VL-30B-A3B": 30_532,
 }
 # Of these, model cards give billions, some with an encoder or with a layer for multi-token prediction.
 IN_BILLIONS = {

@@ -98,6 +98,8 @@ class Family:
     # Prefixes that the names of `weights` have in a checkpoint instead of their own, one mapping per way to store it.
     spellings: tuple[Mapping[str, str], ...] = ({},)
     skipped: tuple[str, ...] = ()  # prefixes of the tensors of other models in the checkpoint
+    # Ends of the names of tensors of three axes that a checkpoint may store with the last two in the other order.
+    turned: tuple[str, ...] = ()
     draft_layer: DraftLayer | None = None
     text_key: str | None = None  # key in config.json of the text model's settings; None: they are all of config.json
 

@@ -1,7 +1,8 @@
-"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and Qwen3.5, dense and as mixtures of experts.
+"""Qwen2, Qwen2.5, Qwen3, Qwen3-VL, Qwen3-Next and Qwen3.5, dense and as mixtures of experts.
 
-Dense ones are Llama with biases on queries, keys and values, or with norms on their heads. Qwen3-Next and Qwen3.5 have
-three gated delta nets, then gated attention. They store the same tensors, fused in different ways.
+Dense ones are Llama with biases on queries, keys and values, or with norms on their heads. The text models of Qwen3-VL
+are those of Qwen3. Qwen3-Next and Qwen3.5 have three gated delta nets, then gated attention. They store the same
+tensors, fused in different ways.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     require_size,
     stated_head_dim,
 )
-from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.rope import DEFAULT_THETA, read_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_types, switched_windows
 from jaxinfer.checkpoint.families import llama
@@ -47,6 +48,7 @@ from jaxinfer.validation import is_int
 
 MAX_POSITION = 32_768
 DEFAULT_PARTIAL = 0.25
+VL_MAX_POSITION, VL_THETA = 128_000, 500_000.0
 _LAYER = "model.layers.{layer}"
 _DELTA = f"{_LAYER}.linear_attn"
 
@@ -60,6 +62,15 @@ WEIGHTS_OF_MOE: WeightTable = {
     **expert_weights(f"{_LAYER}.mlp", shared="shared_expert"),
     f"{_LAYER}.mlp.shared_expert_gate.weight": ("layers.feed_forward.shared_gate", "one D -> one D"),
 }
+_EXPERTS = "layers.feed_forward.experts"
+# The experts of a layer in two tensors, beside the table of those that are stored one by one.
+_STACKED_EXPERTS: WeightTable = {
+    f"{_LAYER}.mlp.experts.gate_up_proj": Fused(
+        ((f"{_EXPERTS}.gate", "E F D -> E F D"), (f"{_EXPERTS}.up", "E F D -> E F D")), axis=1
+    ),
+    f"{_LAYER}.mlp.experts.down_proj": (f"{_EXPERTS}.down", "E D F -> E D F"),
+}
+WEIGHTS_OF_VL_MOE: WeightTable = {**WEIGHTS_OF_MOE, **_STACKED_EXPERTS}
 _WITH_DELTA_NETS: WeightTable = {
     **WEIGHTS_OF_MOE,
     # Each head's query lies before its gate.
@@ -98,9 +109,9 @@ WEIGHTS_OF_NEXT: WeightTable = {
         unfold="(G C) D -> G C D",
     ),
 }
-_EXPERTS = "layers.feed_forward.experts"
 WEIGHTS_OF_3_5: WeightTable = {
     **_WITH_DELTA_NETS,
+    **_STACKED_EXPERTS,  # as published; transformers saves them one by one
     f"{_DELTA}.in_proj_qkv.weight": Fused(
         (
             ("layers.mixer.query", "(G K) D -> G K D"),
@@ -111,20 +122,18 @@ WEIGHTS_OF_3_5: WeightTable = {
     f"{_DELTA}.in_proj_z.weight": ("layers.mixer.z", "(G R V) D -> G R V D"),
     f"{_DELTA}.in_proj_b.weight": ("layers.mixer.beta", "(G R) D -> G R D"),
     f"{_DELTA}.in_proj_a.weight": ("layers.mixer.dt", "(G R) D -> G R D"),
-    # Published checkpoints stack experts, transformers saves them one by one.
-    f"{_LAYER}.mlp.experts.gate_up_proj": Fused(
-        ((f"{_EXPERTS}.gate", "E F D -> E F D"), (f"{_EXPERTS}.up", "E F D -> E F D")), axis=1
-    ),
-    f"{_LAYER}.mlp.experts.down_proj": (f"{_EXPERTS}.down", "E D F -> E D F"),
 }
 # Settings that transformers does not read. Key -> (values of what it computes, what to do about any other).
 _FIXED_IN_3_5: Harmless = {
     "attn_output_gate": ((True, None), "use a checkpoint whose attention has gates"),
     "output_gate_type": (("silu", "swish", None), "use a checkpoint whose delta nets have silu gates"),
 }
+_FIXED_IN_VL_MOE: Harmless = {
+    "norm_topk_prob": ((True, None), "use a checkpoint whose weights of experts add up to 1"),
+}
 _FIXED_IN_MOE_3_5: Harmless = {
     **_FIXED_IN_3_5,
-    "norm_topk_prob": ((True, None), "use a checkpoint whose weights of experts add up to 1"),
+    **_FIXED_IN_VL_MOE,
     "decoder_sparse_step": ((1, None), "use a checkpoint with experts in every layer"),
     "mlp_only_layers": (([], None), "use a checkpoint with experts in every layer"),
 }
@@ -182,11 +191,7 @@ def moe_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
 def moe_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Qwen3MoeConfig."""
     refuse_unsupported(hf, "Qwen3MoeForCausalLM")
-    has_bias = is_enabled(hf, "attention_bias")
-    head_dim = divided_head_dim(hf) if hf.get("head_dim") is None else stated_head_dim(hf)
-    attention = {"head_dim": head_dim, "has_qkv_bias": has_bias, "has_output_bias": has_bias, "qk_norm": "head"}
-    name = "num_experts" if "num_experts" in hf else "num_local_experts"
-    num_experts, num_chosen = expert_counts(hf, name, 128, 8)
+    num_experts, num_chosen = expert_counts(hf, _name_of_count(hf), 128, 8)
     experts = MoE(
         num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 768)),
@@ -194,7 +199,67 @@ def moe_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     )
     # A window that is switched on is that of all layers, whatever the keys of Qwen2 say.
     windows = switched_windows({**hf, "max_window_layers": 0, "layer_types": None}, read_num_layers(hf))
-    return _with_experts(hf, attention, experts, windows, default_kv_heads=4)
+    return _with_experts(hf, _normed_attention(hf), experts, windows, default_kv_heads=4)
+
+
+def vl_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen3VLTextConfig.
+
+    Its rotary embedding has three positions of a token, for images. Those of text are equal.
+    """
+    refuse_unsupported(hf, "Qwen3VLForCausalLM")
+    head_dim, has_bias = stated_head_dim(hf, 128), is_enabled(hf, "attention_bias")
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=32),
+        head_dim=head_dim,
+        rope=read_rope(hf, head_dim, VL_MAX_POSITION, default_theta=VL_THETA),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        qk_norm="head",
+    )
+    layer = Layer(
+        mixer=attention, feed_forward=MLP(intermediate_size=require_size(hf, "intermediate_size")), norm=read_norm(hf)
+    )
+    return decoder_of(
+        hf,
+        [layer] * read_num_layers(hf),
+        max_position=VL_MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
+    )
+
+
+def vl_moe_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen3VLMoeTextConfig."""
+    refuse_unsupported(hf, "Qwen3VLMoeForCausalLM")
+    require_harmless(hf, _FIXED_IN_VL_MOE)
+    num_experts, num_chosen = expert_counts(hf, _name_of_count(hf), 60, 4)
+    experts = MoE(
+        num_experts=num_experts,
+        expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 1408)),
+        router=Router(num_chosen=num_chosen),
+    )
+    return _with_experts(
+        {"tie_word_embeddings": True, **hf},
+        _normed_attention(hf),
+        experts,
+        [None] * read_num_layers(hf),
+        default_kv_heads=16,
+        max_position=VL_MAX_POSITION,
+        default_theta=VL_THETA,
+    )
+
+
+def _normed_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `Attention` for a mixture of experts with norms on its heads."""
+    has_bias = is_enabled(hf, "attention_bias")
+    head_dim = divided_head_dim(hf) if hf.get("head_dim") is None else stated_head_dim(hf)
+    return {"head_dim": head_dim, "has_qkv_bias": has_bias, "has_output_bias": has_bias, "qk_norm": "head"}
+
+
+def _name_of_count(hf: Mapping[str, Any]) -> str:
+    """Returns the key of the number of experts, of two that mean the same."""
+    return "num_experts" if "num_experts" in hf else "num_local_experts"
 
 
 def _dense_layers(hf: Mapping[str, Any]) -> list[int]:
@@ -213,10 +278,13 @@ def _with_experts(
     windows: Sequence[int | None],
     *,
     default_kv_heads: int,
+    max_position: int = MAX_POSITION,
+    default_theta: float = DEFAULT_THETA,
 ) -> ModelConfig:
     sparse_step, dense_layers = require_size(hf, "decoder_sparse_step", 1), _dense_layers(hf)
     dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))
-    rope, norm = read_rope(hf, attention["head_dim"], MAX_POSITION), read_norm(hf)
+    rope = read_rope(hf, attention["head_dim"], max_position, default_theta=default_theta)
+    norm = read_norm(hf)
 
     def layer(i: int, window: int | None) -> Layer:
         mixer = Attention(
@@ -232,7 +300,7 @@ def _with_experts(
     return decoder_of(
         hf,
         [layer(i, window) for i, window in enumerate(windows)],
-        max_position=MAX_POSITION,
+        max_position=max_position,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
     )
 
@@ -350,12 +418,25 @@ MOE_FAMILY_2 = Family(config_from_hf=moe_from_hf_2, weights=WEIGHTS_OF_MOE)
 MOE_FAMILY_3 = Family(config_from_hf=moe_from_hf_3, weights=WEIGHTS_OF_MOE)
 NEXT_FAMILY = Family(config_from_hf=next_from_hf, weights=WEIGHTS_OF_NEXT, draft_layer=MTP_OF_NEXT)
 # A text model keeps the names that it has beside one for images.
-_TEXT_3_5: dict[str, Any] = {
-    "weights": WEIGHTS_OF_3_5,
-    "draft_layer": MTP_OF_3_5,
+_BESIDE_IMAGES: dict[str, Any] = {
     "spellings": ({}, {"model.": "model.language_model."}),
     "skipped": ("model.visual.",),
 }
+# Published checkpoints have a token's state before the outputs of all experts.
+_TURNED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+VL_TEXT_FAMILY = Family(config_from_hf=vl_from_hf, weights=WEIGHTS_3, **_BESIDE_IMAGES)
+VL_MOE_TEXT_FAMILY = Family(config_from_hf=vl_moe_from_hf, weights=WEIGHTS_OF_VL_MOE, turned=_TURNED, **_BESIDE_IMAGES)
+VL_FAMILY = text_model_family(
+    VL_TEXT_FAMILY, architecture="Qwen3VLForConditionalGeneration", model_type="qwen3_vl_text", parts=("visual",)
+)
+VL_MOE_FAMILY = text_model_family(
+    # The whole model is untied unless it says so, a text model by itself is tied.
+    replace(VL_MOE_TEXT_FAMILY, config_from_hf=lambda hf: vl_moe_from_hf({"tie_word_embeddings": False, **hf})),
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe_text",
+    parts=("visual",),
+)
+_TEXT_3_5: dict[str, Any] = {"weights": WEIGHTS_OF_3_5, "draft_layer": MTP_OF_3_5, **_BESIDE_IMAGES}
 TEXT_FAMILY_3_5 = Family(config_from_hf=dense_from_hf_3_5, **_TEXT_3_5)
 MOE_TEXT_FAMILY_3_5 = Family(config_from_hf=moe_from_hf_3_5, **_TEXT_3_5)
 FAMILY_3_5 = text_model_family(

@@ -131,6 +131,22 @@ class Assembly:
         return rearrange(array, self.pattern, **self.axes)
 
 
+def turned_as_stored(plan: Params, stored: Mapping[str, Stored], ends: tuple[str, ...]) -> Params:
+    """Returns the plan for files that have the last two of three axes of some tensors in the other order.
+
+    Names of such tensors end in one of `ends`. If both orders fit a tensor's shape, it is as the plan has it.
+    """
+
+    def as_stored(assembly: Assembly) -> Assembly:
+        tensor = stored.get(assembly.names[0]) if assembly.names[0].endswith(ends) else None
+        if tensor is None or tensor.shape == assembly.stored_shape:
+            return assembly
+        turned = replace(assembly, unfold="E X Y -> E Y X")
+        return turned if tensor.shape == turned.stored_shape else assembly
+
+    return jax.tree.map(as_stored, plan, is_leaf=is_assembly)
+
+
 def is_assembly(node: Any) -> bool:
     """True for a leaf of a plan."""
     return isinstance(node, Assembly)

@@ -73,6 +73,8 @@ QWEN3_MOE = {
 QWEN3_MOE_LONG = {**QWEN3_MOE, "max_position_embeddings": 262144, "rope_theta": 1e7}
 QWEN3_30B = {**sizes(hidden=2048, mlp=6144, layers=48, heads=32), "moe_intermediate_size": 768}
 QWEN3_235B = {**sizes(hidden=4096, mlp=12288, layers=94, heads=64), "moe_intermediate_size": 1536}
+VL_LONG = {"max_position_embeddings": 262144, "rope_theta": 5e6}
+QWEN3_VL = {**QWEN3, **VL_LONG, "model_type": "qwen3_vl_text"}
 QWEN3_5 = {
     "model_type": "qwen3_5_text",
     "vocab_size": 248320,
@@ -174,6 +176,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_experts": 160,
         "moe_intermediate_size": 2560,
     },
+    "Qwen3-VL-8B": {**QWEN3_VL, **sizes(hidden=4096, mlp=12288, layers=36, heads=32)},
+    "Qwen3-VL-30B-A3B": {**QWEN3_MOE, **VL_LONG, **QWEN3_30B, "model_type": "qwen3_vl_moe_text"},
     "Qwen3-Next-80B-A3B": {
         "model_type": "qwen3_next",
         "vocab_size": 151936,
