@@ -44,11 +44,10 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
         ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3-VL-30B-A3B-Instruct"),
     ),
-    ("Qwen3-Next", ("qwen3_next",), ("Qwen/Qwen3-Next-80B-A3B-Instruct",)),
     (
-        "Qwen3.5",
-        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-4B"),
+        "Qwen3-Next, 3.5",
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-4B"),
     ),
     (
         "Gemma 1 to 3",
@@ -63,8 +62,11 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("allenai/Olmo-3-7B-Instruct", "allenai/OLMoE-1B-7B-0125-Instruct"),
     ),
     ("EXAONE 4", ("exaone4",), ("LGAI-EXAONE/EXAONE-4.0-1.2B", "LGAI-EXAONE/EXAONE-4.0-32B")),
-    ("SmolLM3", ("smollm3",), ("HuggingFaceTB/SmolLM3-3B",)),
-    ("Seed-OSS", ("seed_oss",), ("ByteDance-Seed/Seed-OSS-36B-Instruct",)),
+    (
+        "SmolLM3, Seed-OSS",
+        ("smollm3", "seed_oss"),
+        ("HuggingFaceTB/SmolLM3-3B", "ByteDance-Seed/Seed-OSS-36B-Instruct"),
+    ),
     (
         "Granite 3 and 4",
         ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"),
@@ -89,10 +91,12 @@ SERIES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("baidu/ERNIE-4.5-21B-A3B-PT", "tencent/Hunyuan-7B-Instruct"),
     ),
     ("Apertus, Arcee", ("apertus", "arcee"), ("swiss-ai/Apertus-8B-Instruct-2509", "arcee-ai/AFM-4.5B")),
-    ("Mamba", ("mamba", "mamba2"), ("state-spaces/mamba-130m-hf",)),
-    ("Nemotron-H", ("nemotron_h",), ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",)),
-    ("Jamba", ("jamba",), ("ai21labs/Jamba-v0.1",)),
-    ("Falcon-H1", ("falcon_h1",), ("tiiuae/Falcon-H1-0.5B-Instruct",)),
+    (
+        "Mamba, Nemotron-H",
+        ("mamba", "mamba2", "nemotron_h"),
+        ("state-spaces/mamba-130m-hf", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
+    ),
+    ("Jamba, Falcon-H1", ("jamba", "falcon_h1"), ("ai21labs/Jamba-v0.1", "tiiuae/Falcon-H1-0.5B-Instruct")),
 )
 
 
