@@ -64,7 +64,9 @@ def commands(page: str) -> list[list[str]]:
     found: list[list[str]] = []
     for line in "".join(blocks(page, "sh", "bash")).replace("\\\n", " ").splitlines():
         words: list[str] = []
-        for word in [*shlex.shlex(line, posix=True, punctuation_chars=True), ";"]:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.wordchars += ","
+        for word in [*lexer, ";"]:
             if word.strip("&|;"):
                 words.append(word)
                 continue

@@ -39,6 +39,8 @@ class FieldComments(griffe.Extension):
         lines, text = cls.filepath.read_text(encoding="utf-8").splitlines(), cls.docstring.value
         items = []
         for name, field in cls.attributes.items():
+            if field.filepath != cls.filepath:  # one of a class in another file
+                continue
             is_field = "property" not in field.labels and field.annotation is not None and not name.startswith("_")
             if is_field and f"`{name}`:" not in text and (comment := comment_of(field, lines)):
                 items.append(f"* `{name}`: {comment}{'' if comment.endswith('.') else '.'}")
