@@ -281,7 +281,7 @@ class Engine:
         for runner in self._runners:
             runner.close()  # a drafter may still refer to it
         del self._admission, self._scheduler, self._warm_ups, self._runners, self._speculation
-        del self._pipelines, self._branches
+        del self._pipelines, self._branches, self.reader
 
     def submit(self, samples: SampleGroup, sink: Sink) -> int:
         """Queues all samples of a prompt, or none of them, and returns their request id.
