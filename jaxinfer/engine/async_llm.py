@@ -289,6 +289,7 @@ class AsyncLLM:
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of the labels of `classify`; () for a model that is no classifier."""
+        self._engine.check()
         return self._engine.reader.labels
 
     async def read(

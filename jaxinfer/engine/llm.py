@@ -421,12 +421,10 @@ class LLM:
         """Returns how well each document answers its query, f32[len(documents)]; one query may have all documents.
 
         A classifier of one label scores by it; a language model by the logits of its `answer_tokens`, by default those
-        that modules.json states, else ("yes", "no"); an embedding model by cosines. Scores are from 0 to 1, or logits
-        and their differences with activate=False; cosines are as they are.
-
-        Prompts are rendered by `chat_template`: Jinja that shows the messages of roles query and document, and system
-        with the `instruction`; by default the checkpoint's if it knows these roles, else Qwen3-Reranker's. All else is
-        as for `embed`.
+        that modules.json states, else ("yes", "no"); an embedding model by cosines. Scores but cosines are from 0 to 1,
+        or logits with activate=False. `chat_template` renders prompts: Jinja that shows the messages of roles query and
+        document, and system with the `instruction`; by default the checkpoint's if it knows these roles, else
+        Qwen3-Reranker's. All else is as for `embed`.
         """
         how = {"instruction": instruction, "chat_template": chat_template, "answer_tokens": answer_tokens}
         scoring = self._engine.reader.scoring(queries, documents, activate=activate, **how)
@@ -435,6 +433,7 @@ class LLM:
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of the labels of `classify`; () for a model that is no classifier."""
+        self._engine.check()
         return self._engine.reader.labels
 
     def agreement(
