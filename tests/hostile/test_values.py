@@ -122,7 +122,9 @@ def test_no_public_name_is_left_out():
     not_called = {Completion, Drafter, QueueFullError, jaxinfer.__version__}
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
-    assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
+    assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS | {
+        CLASSIFY
+    }
     views = {
         "adapters",
         "identity",
@@ -133,6 +135,9 @@ def test_no_public_name_is_left_out():
         "close",
         "call",
         "engine_thread",
+        "labels",
+        "read",
+        CLASSIFY,
     }
     assert {name for name in vars(AsyncLLM) if not name.startswith("_")} == {*ASYNC_METHODS} | views
 
@@ -175,7 +180,14 @@ CHAT = {
     "show_progress": False,
 }
 EMBED = {"prompts": [[5], "a"], "pooling": "mean", "normalize": True, "show_progress": False}
-VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params", "adapters"}  # without arguments
+SCORE = {
+    **{"queries": "a", "documents": ["b", "c"], "instruction": "d", "answer_tokens": ("y", "n"), "activate": True},
+    "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "show_progress": False,
+}
+CLASSIFY = "classify"  # refused for a model without labels, whatever is given
+# Without arguments.
+VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params", "adapters", "labels"}
 COMPLETION = Completion(
     request_id=0,
     prompt_token_ids=(5,),
@@ -203,6 +215,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "save": (LLM.save, {"request_id": 0, "path": "request"}),
     "restore": (LLM.restore, {"path": "request"}),
     "embed": (LLM.embed, {**EMBED, **TERMS}),
+    "score": (LLM.score, {**SCORE, **TERMS}),
     "agreement": (LLM.agreement, {"texts": [[5, 6], COMPLETION], "show_progress": False}),
     "update_params": (LLM.update_params, {"params": None}),
     "load_adapter": (LLM.load_adapter, {"name": "a", "path": "request"}),
@@ -281,7 +294,7 @@ ASYNC_METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "generate": (AsyncLLM.generate, without_progress(METHODS["generate"][1])),
     "chat": (AsyncLLM.chat, without_progress(METHODS["chat"][1])),
     "render": (AsyncLLM.render, {name: CHAT[name] for name in CHAT.keys() - {"sampling_params", "show_progress"}}),
-    "embed": (AsyncLLM.embed, without_progress(METHODS["embed"][1])),
+    **{name: (getattr(AsyncLLM, name), without_progress(METHODS[name][1])) for name in ("embed", "score")},
     "open": (open_and_read, without_progress(METHODS["generate"][1])),
     "tokenize": (AsyncLLM.tokenize, {"text": "a", "add_special_tokens": True}),
     "load_adapter": (AsyncLLM.load_adapter, METHODS["load_adapter"][1]),

@@ -25,13 +25,22 @@ HEAD_IS_WHOLE = {"ignore": ["lm_head"]}
 STATED: dict[str, dict[str, Any]] = {
     "awq in part": {"modules_to_not_convert": ["v_proj"]},
     "compressed in part": {"ignore": ["lm_head", r"re:.*layers\.1\..*"]},
+    "compressed as of Kimi-K2-Thinking": {
+        "ignore": ["lm_head", r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|down)_proj.*"]
+    },
     "compressed fp8": HEAD_IS_WHOLE,
     "compressed fp8 by channels": HEAD_IS_WHOLE,
     "compressed fp8 in blocks": HEAD_IS_WHOLE,
     "fp8 of experts": {"scale_type": torch.float32},
 }
 # compressed-tensors has scales in the model's type.
-IN_BFLOAT16 = ("compressed of 2 bits", "compressed of 3 bits", "compressed of experts", "compressed fp8")
+IN_BFLOAT16 = (
+    "compressed as of Kimi",
+    "compressed of 2 bits",
+    "compressed of 3 bits",
+    "compressed of experts",
+    "compressed fp8",
+)
 DTYPES = {name: "bfloat16" for name in CASES if name.startswith(IN_BFLOAT16)}
 
 
