@@ -129,6 +129,6 @@ def _eagle_head(heads: DraftHeads) -> EagleHead:
     config = uniform_decoder(num_layers=1, max_position=2 * window, **numbers)
     o = layer["o"].reshape(layer["o"].shape[0], -1)
     attention = AttentionParams(**{name: layer[name] for name in "qkv"}, o=o)
-    mlp = MLPParams(**{name: layer[name] for name in ("gate", "up", "down")})
+    mlp = MLPParams(gate=layer["gate"], up=layer["up"], down=layer["down"])
     norms: dict[str, Any] = {"mixer_norm": layer["attention_norm"], "feed_forward_norm": layer["mlp_norm"]}
     return EagleHead(layer=LayerParams(attention, mlp, **norms), config=config, window=window, **own)

@@ -74,7 +74,8 @@ def error(case: Case) -> float:
     tensors = random_experts(case, generator)
     x, weights = generator.standard_normal((T, D)), generator.random((T, X))
     experts = np.stack([generator.permutation(case.num_experts)[:X] for _ in range(T)])
-    params: Any = MLPParams(**{name: jnp.asarray(w, jnp.float32) for name, w in tensors.items()})
+    floats: dict[str, Any] = {name: jnp.asarray(w, jnp.float32) for name, w in tensors.items()}
+    params: Any = MLPParams(**floats)
     if case.quantization is not None:
         products = ("gate", "up", "down")
         params = params.replace(**{name: quantize(getattr(params, name), **case.quantization) for name in products})
