@@ -22,11 +22,19 @@ CLASSIFIER_WEIGHT = "score.weight"
 MAX_MODULES = 100
 
 POOLINGS = {"mean": "mean", "lasttoken": "last", "last": "last"}  # by the names of sentence-transformers
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    # exp of a number below 0 alone does not overflow.
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
+
+
 ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
     "ReLU": lambda x: np.maximum(x, 0),
-    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Sigmoid": sigmoid,
 }
 
 
@@ -80,12 +88,6 @@ class StateHead:
         return weights / weights.sum(axis=1, keepdims=True)
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    # exp of a number below 0 alone does not overflow.
-    small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1 / (1 + small), small / (1 + small))
-
-
 def read_state_head(
     folder: Path, hf: Mapping[str, Any], stored: Callable[[], Mapping[str, Stored]], hidden_size: int
 ) -> StateHead:
@@ -94,12 +96,11 @@ def read_state_head(
     `hf`: the contents of config.json; `stored` returns the checkpoint's tensors. Raises ValueError for a head that is
     damaged or cannot be honoured.
     """
-    modules = _read_modules(folder)
     if is_classifier(hf):
         return _read_classifier(hf, stored(), hidden_size)
     options: dict[str, Any] = {}
     dense: list[Dense] = []
-    for kind, place in modules:
+    for kind, place in _read_modules(folder):
         if kind == "Pooling":
             options["pooling"] = _read_pooling(place)
         elif kind == "Dense":
@@ -142,8 +143,9 @@ def _read_pooling(place: Path) -> str:
     file = place / "config.json"
     stated = read_json(file)
     mode = stated.get("pooling_mode")
-    modes = {mode} if isinstance(mode, str) else {key for key, is_on in stated.items() if _is_mode(key) and is_on}
-    names = {str(name).removeprefix("pooling_mode_").removesuffix("_tokens") for name in modes}
+    switched_on = {key for key, is_on in stated.items() if key.startswith("pooling_mode_") and is_on}
+    modes = {mode} if isinstance(mode, str) else switched_on
+    names = {name.removeprefix("pooling_mode_").removesuffix("_tokens") for name in modes}
     pooling = {POOLINGS.get(name) for name in names}
     if len(pooling) != 1 or None in pooling:
         raise ValueError(
@@ -156,10 +158,6 @@ def _read_pooling(place: Path) -> str:
             " know which these are; give `pooling` to `embed`, which then computes no module"
         )
     return str(pooling.pop())
-
-
-def _is_mode(key: str) -> bool:
-    return key.startswith("pooling_mode_")
 
 
 def _read_dense(place: Path, num_inputs: int) -> Dense:
@@ -177,7 +175,7 @@ def _read_dense(place: Path, num_inputs: int) -> Dense:
         raise ValueError(f"{place} has no {weights.name}, which its config.json describes; download the folder again")
     tensors = read_header(weights)
     shape = (stated.get("out_features"), stated.get("in_features"))
-    weight = _floats(weights, tensors, "linear.weight", (*shape,))
+    weight = _floats(weights, tensors, "linear.weight", shape)
     if weight.shape[1] != num_inputs:
         raise ValueError(f"{file}: in_features={shape[1]} does not take the {num_inputs} numbers before it")
     has_bias = stated.get("bias", True) is True
