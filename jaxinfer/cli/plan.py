@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
@@ -368,9 +369,8 @@ def _read_rate(text: str) -> float:
 
 
 def _read_link(text: str) -> dict[str, float]:
-    rate, _, latency = text.partition(",")
-    number, unit = latency.strip().removesuffix("s"), 1.0
-    for prefix, seconds in (("u", 1e-6), ("\u00b5", 1e-6), ("m", 1e-3)):
-        if number.endswith(prefix) and latency.strip().endswith("s"):
-            number, unit = number[:-1], seconds
-    return {"bytes_per_second": _read_rate(rate), "latency_seconds": float(number) * unit}
+    found = re.fullmatch(r"(.+),\s*([^,]+?)(s|ms|[u\u00b5]s)?", text.strip())
+    if found is None:
+        raise ValueError
+    seconds = {None: 1.0, "s": 1.0, "ms": 1e-3}.get(found[3], 1e-6)
+    return {"bytes_per_second": _read_rate(found[1]), "latency_seconds": float(found[2]) * seconds}

@@ -149,6 +149,7 @@ class Devices:
 
     @property
     def per_host(self) -> int | None:
+        """The devices of each host; None if their number is free."""
         return None if self.count is None else self.count // self.num_hosts
 
     def __str__(self) -> str:
@@ -216,13 +217,15 @@ def parse_devices(
     count = _checked_count(each, chip, number)
     if not 1 <= num_hosts <= MAX_DEVICES // (count or 1):
         raise ValueError(f"device={shown(text)} has {num_hosts} hosts; give 1 to {MAX_DEVICES // (count or 1)} of them")
-    if (num_hosts > 1) != (host_link is not None):
+    if num_hosts > 1 and host_link is None:
         raise ValueError(
             f"device={shown(text)} has {num_hosts} hosts, and no link between them is given; add --host-link"
             " RATE,LATENCY, such as 25GB,50us"
-            if host_link is None
-            else f"host_link={host_link} does not go with device={shown(text)}, which is one host; give several, such"
-            f" as 2x{each.strip()}, or leave --host-link out"
+        )
+    if num_hosts == 1 and host_link is not None:
+        raise ValueError(
+            f"host_link={host_link} does not go with device={shown(text)}, which is one host; give several, such as"
+            f" 2x{each.strip()}, or leave --host-link out"
         )
     return Devices(chip, None if count is None else count * num_hosts, num_hosts, host_link)
 
