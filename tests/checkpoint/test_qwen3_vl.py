@@ -20,6 +20,7 @@ from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import ModelConfig
 from tests.checkpoint.test_logits import CASES
+from tests.checkpoint.test_qwen3_5 import VISION as TOWER
 from tests.oracles import FAMILY_SIZES, SIZES, random_config, randomize, reference_logits
 from tests.replay import replay
 
@@ -28,16 +29,7 @@ CLASSES = {
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
 }
-VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": SIZES["hidden_size"],
-    "num_position_embeddings": 16,
-    "patch_size": 4,
-    "deepstack_visual_indexes": [0],
-}
+VISION = {**TOWER, "deepstack_visual_indexes": [0]}
 OF_ANY = {
     "attention_bias": False,
     "attention_dropout": 0.0,
