@@ -265,10 +265,12 @@ def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: 
     }
 
 
-def decoder_of(hf: Mapping[str, Any], layers: Sequence[Layer], *, max_position: int, **options: Any) -> ModelConfig:
+def decoder_of(
+    hf: Mapping[str, Any], layers: Sequence[Layer], *, max_position: int, is_tied: bool = False, **options: Any
+) -> ModelConfig:
     """Returns the model of these layers; `options` are those of `ModelConfig` that differ from its defaults.
 
-    `max_position` is the family's default.
+    `max_position` is the family's default, and `is_tied` that of the unembedding, which may be the embedding.
     """
     ropes = [mixer.rope for layer in layers for mixer in layer.mixers if mixer.rope is not None]
     config = ModelConfig(
@@ -277,6 +279,7 @@ def decoder_of(hf: Mapping[str, Any], layers: Sequence[Layer], *, max_position: 
         max_position=read_max_position(hf, max_position, [rope.scaling for rope in ropes]),
         groups=(LayerGroup(tuple(layers)),),
         norm=layers[0].norm,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=is_tied),
         **options,
     )
     return config.regrouped(scan_sizes(layers))

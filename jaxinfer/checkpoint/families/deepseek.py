@@ -28,7 +28,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     stated_head_dim,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
-from jaxinfer.checkpoint.config_json.text_model import TEXT, text_model_family
+from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
@@ -163,7 +163,7 @@ def latent_decoder(
     )
     sparse = replace(dense, feed_forward=experts)
     layers = [sparse if has_experts else dense for has_experts in is_sparse]
-    return decoder_of(hf, layers, max_position=max_position, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+    return decoder_of(hf, layers, max_position=max_position)
 
 
 def _scale_of_yarn(hf: Mapping[str, Any], rope: Rope) -> float:
@@ -188,15 +188,13 @@ _KIMI_K2_5 = text_model_family(
     KIMI_K2,
     architecture="Kimi_K25ForConditionalGeneration",
     model_type="deepseek_v3",
+    others={"kimi_k2": KIMI_K2},  # as it is published
     parts=("vision_tower", "mm_projector"),
 )
 
 
 def kimi_k2_5_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translates config.json of published checkpoints, or of transformers, whose names differ."""
-    text = hf.get(TEXT)
-    if isinstance(text, Mapping) and text.get("model_type") == "kimi_k2":
-        hf = {**hf, TEXT: {**text, "model_type": "deepseek_v3"}}
+    """Translates config.json of published checkpoints, or of transformers, which has another name of the class."""
     if hf.get("architectures") == ["KimiK25ForConditionalGeneration"]:
         hf = {**hf, "architectures": None}
     return _KIMI_K2_5.config_from_hf({"tie_word_embeddings": True, **hf})

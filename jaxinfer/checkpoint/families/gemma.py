@@ -128,7 +128,7 @@ def _translate(
         hf,
         [layer(kind) for kind in kinds],
         max_position=max_position,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True),
+        is_tied=True,
         embedding_scale=math.sqrt(require_size(hf, "hidden_size")),
         logit_softcap=caps[1],
     )

@@ -109,7 +109,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         [layer(attention) for attention in _attentions(hf, kinds)],
         max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True),
+        is_tied=True,
         embedding_scale=math.sqrt(require_size(hf, "hidden_size")),
         logit_softcap=number_or_none(hf, "final_logit_softcapping"),
     )

@@ -111,12 +111,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
     norm = read_norm(hf, default=1.5625e-07)
     layer = Layer(mixer=attention, feed_forward=mlp, norm=norm, has_post_norms=True)
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=MAX_POSITION)
 
 
 def config_from_hf_moe(hf: Mapping[str, Any]) -> ModelConfig:
@@ -244,7 +239,7 @@ def _with_experts(
         Layer(mixer=attention, feed_forward=dense if i < num_dense else experts, norm=norm)
         for i, attention in enumerate(attentions)
     ]
-    return decoder_of(hf, layers, max_position=max_position, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+    return decoder_of(hf, layers, max_position=max_position)
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

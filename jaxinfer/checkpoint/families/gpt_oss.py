@@ -102,12 +102,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         )
         return Layer(mixer=attention, feed_forward=experts, norm=norm)
 
-    return decoder_of(
-        hf,
-        [layer(kind) for kind in layer_types(hf, default)],
-        max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer(kind) for kind in layer_types(hf, default)], max_position=MAX_POSITION)
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

@@ -146,7 +146,6 @@ def _decoder(hf: Mapping[str, Any], mixers: Sequence[Mixer], feed_forward: MLP |
         hf,
         [Layer(mixer=mixer, feed_forward=feed_forward, norm=norm, residual_scale=scale) for mixer in mixers],
         max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
         embedding_scale=multiplier(hf, "embedding_multiplier"),
         logit_scale=1.0 / multiplier(hf, "logits_scaling"),
     )

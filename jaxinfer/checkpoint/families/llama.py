@@ -115,7 +115,7 @@ def smollm3_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         [layer(*pair) for pair in zip(has_rope, kinds, strict=True)],
         max_position=SMOLLM3_MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True),
+        is_tied=True,
     )
 
 

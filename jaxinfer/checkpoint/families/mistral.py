@@ -25,7 +25,6 @@ from jaxinfer.checkpoint.config_json.family import (
 from jaxinfer.checkpoint.config_json.fields import (
     divided_head_dim,
     expert_counts,
-    is_enabled,
     num_kv_heads,
     require_size,
     stated_head_dim,
@@ -103,12 +102,7 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     )
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
     layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm(hf, default=1e-5))
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=MAX_POSITION_3,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=MAX_POSITION_3)
 
 
 def config_from_hf_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
@@ -129,12 +123,7 @@ def config_from_hf_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
         router=Router(num_chosen=num_chosen),
     )
     layer = Layer(mixer=attention, feed_forward=experts, norm=read_norm(hf, default=1e-5))
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=MAX_POSITION)
 
 
 def config_from_hf_minimax(hf: Mapping[str, Any]) -> ModelConfig:
@@ -166,7 +155,6 @@ def config_from_hf_minimax(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         [Layer(mixer=attention, feed_forward=experts, norm=read_norm(hf))] * num_layers,
         max_position=MINIMAX_MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
     )
 
 

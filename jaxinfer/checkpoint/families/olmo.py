@@ -99,12 +99,7 @@ def _translate(hf: Mapping[str, Any], kinds: list[str], window: int | None) -> M
         mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
         return Layer(mixer=attention, feed_forward=mlp, norm=norm, has_pre_norms=False, has_post_norms=True)
 
-    return decoder_of(
-        hf,
-        [layer(kind) for kind in kinds],
-        max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer(kind) for kind in kinds], max_position=MAX_POSITION)
 
 
 def moe_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -129,12 +124,7 @@ def moe_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         router=Router(num_chosen=num_chosen, normalizes=is_enabled(hf, "norm_topk_prob")),
     )
     layer = Layer(mixer=attention, feed_forward=experts, norm=read_norm(hf, default=1e-5))
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=MOE_MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=MOE_MAX_POSITION)
 
 
 def exaone_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -156,12 +146,7 @@ def exaone_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         )
         return Layer(mixer=attention, feed_forward=mlp, norm=norm, has_pre_norms=False, has_post_norms=True)
 
-    return decoder_of(
-        hf,
-        [layer(kind) for kind in _exaone_layer_types(hf, window)],
-        max_position=EXAONE_MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer(kind) for kind in _exaone_layer_types(hf, window)], max_position=EXAONE_MAX_POSITION)
 
 
 def _exaone_layer_types(hf: Mapping[str, Any], window: int | None) -> list[str]:

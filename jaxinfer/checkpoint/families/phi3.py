@@ -14,7 +14,7 @@ from jaxinfer.checkpoint.config_json.family import (
     read_num_layers,
     refuse_unsupported,
 )
-from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.config_json.fields import divided_head_dim, num_kv_heads, require_size
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.model.components.attention import Attention
@@ -53,12 +53,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
     layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm(hf, default=1e-5))
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=MAX_POSITION)
 
 
 def _with_longrope(hf: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -169,7 +169,7 @@ def _with_windows(hf: Mapping[str, Any], config: ModelConfig) -> ModelConfig:
     layer, windows = config.layers[0], switched_windows(hf, config.num_layers)
     assert isinstance(layer.mixer, Attention)
     layers = [replace(layer, mixer=replace(layer.mixer, window=window)) for window in windows]
-    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=config.has_tied_embeddings)
+    return decoder_of(hf, layers, max_position=MAX_POSITION)
 
 
 def moe_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
@@ -221,12 +221,7 @@ def vl_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     layer = Layer(
         mixer=attention, feed_forward=MLP(intermediate_size=require_size(hf, "intermediate_size")), norm=read_norm(hf)
     )
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=VL_MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=VL_MAX_POSITION)
 
 
 def vl_moe_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -297,12 +292,7 @@ def _with_experts(
         is_sparse = i not in dense_layers and (i + 1) % sparse_step == 0
         return Layer(mixer=mixer, feed_forward=experts if is_sparse else dense, norm=norm)
 
-    return decoder_of(
-        hf,
-        [layer(i, window) for i, window in enumerate(windows)],
-        max_position=max_position,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer(i, window) for i, window in enumerate(windows)], max_position=max_position)
 
 
 def next_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -356,7 +346,7 @@ def _with_delta_nets(
         Layer(mixer=mixers[kind], feed_forward=feed_forward, norm=norm)
         for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
     ]
-    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+    return decoder_of(hf, layers, max_position=MAX_POSITION)
 
 
 def _gated_delta_net(hf: Mapping[str, Any]) -> GatedDeltaNet:

@@ -73,12 +73,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"), activation="xielu")
     layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm(hf, default=1e-5))
-    return decoder_of(
-        hf,
-        [layer] * read_num_layers(hf),
-        max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-    )
+    return decoder_of(hf, [layer] * read_num_layers(hf), max_position=MAX_POSITION)
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

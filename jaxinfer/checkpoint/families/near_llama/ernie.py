@@ -106,7 +106,7 @@ def _translate(hf: Mapping[str, Any], feed_forwards: list[Any], *, default_kv_he
         hf,
         [Layer(mixer=attention, feed_forward=feed_forward, norm=norm) for feed_forward in feed_forwards],
         max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True),
+        is_tied=True,
     )
 
 

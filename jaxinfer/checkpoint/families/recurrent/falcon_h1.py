@@ -60,7 +60,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         [layer] * read_num_layers(hf),
         max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
         embedding_scale=multiplier(hf, "embedding_multiplier"),
         logit_scale=multiplier(hf, "lm_head_multiplier"),
     )

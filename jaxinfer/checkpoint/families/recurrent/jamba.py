@@ -82,7 +82,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         [layer(i) for i in range(read_num_layers(hf))],
         max_position=MAX_POSITION,
-        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
     )
 
 

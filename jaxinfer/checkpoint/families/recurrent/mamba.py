@@ -85,7 +85,7 @@ def config_from_hf_1(hf: Mapping[str, Any]) -> ModelConfig:
         has_conv_bias=is_enabled(hf, "use_conv_bias", default=True),
         has_bias=is_enabled(hf, "use_bias"),
     )
-    return _decoder(hf, mixer, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True))
+    return _decoder(hf, mixer, is_tied=True)
 
 
 def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
@@ -104,13 +104,13 @@ def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
         has_out_bias=is_enabled(hf, "use_bias"),
         time_step_limits=read_time_step_limits(hf),
     )
-    return _decoder(hf, mixer, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+    return _decoder(hf, mixer)
 
 
-def _decoder(hf: Mapping[str, Any], mixer: Mixer, *, has_tied_embeddings: bool) -> ModelConfig:
+def _decoder(hf: Mapping[str, Any], mixer: Mixer, *, is_tied: bool = False) -> ModelConfig:
     norm = Norm(epsilon=require_number(hf, "layer_norm_epsilon", 1e-5))
     layers = [Layer(mixer=mixer, feed_forward=None, norm=norm)] * read_num_layers(hf)
-    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=has_tied_embeddings)
+    return decoder_of(hf, layers, max_position=MAX_POSITION, is_tied=is_tied)
 
 
 def read_state_space(hf: Mapping[str, Any], inner_size: int, *, out_bias: str, **others: Any) -> StateSpace:

@@ -101,7 +101,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if "moe" in kinds:
         halves["moe"] = {"mixer": None, "feed_forward": _experts(hf)}
     layers = [Layer(**halves[kind], norm=norm) for kind in kinds]
-    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+    return decoder_of(hf, layers, max_position=MAX_POSITION)
 
 
 def _read_kinds(hf: Mapping[str, Any]) -> list[str]:
